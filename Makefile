@@ -1,0 +1,43 @@
+# make pretrain    train the small model on text that every machine has;
+#                  options of train/pretrain.py: make pretrain ARGS='--method compact'
+# make test        the whole test suite; one file: make test ARGS=tests/test_linear.py
+# make test-fast   all but the slow tests
+# make test-gpu    the tests for a GPU, which `make test` runs too where there is one
+# make lint        style; `make format` repairs what can be repaired
+#
+# Each makes the virtual environment that it needs. JAX=jax==0.11.2 takes that version
+# of jax, in an environment of its own.
+JAX ?=
+VENV ?= .venv$(addprefix -,$(subst ==,-,$(JAX)))
+JOBS ?= 2
+ARGS ?=
+
+PYTHON := $(VENV)/bin/python
+PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: pretrain test test-fast test-gpu lint format
+
+pretrain: venv-train
+	$(PYTHON) train/pretrain.py $(ARGS)
+
+test: venv-dev
+	$(PYTEST) $(ARGS)
+	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) test-gpu; fi
+
+test-fast: venv-dev
+	$(PYTEST) -m "not slow" $(ARGS)
+
+# pytest's status 5: no test was chosen, since ARGS named none for a GPU.
+test-gpu: venv-dev
+	JAXCOMPACT_TEST_GPU=1 $(PYTHON) -m pytest -m gpu $(ARGS) || [ $$? -eq 5 ]
+
+lint: venv-dev
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+
+format: venv-dev
+	$(PYTHON) -m ruff check --fix
+	$(PYTHON) -m ruff format
+
+venv-%:
+	@tools/venv $(VENV) $* $(JAX)

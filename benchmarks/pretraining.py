@@ -1,0 +1,235 @@
+"""Validation loss at equal steps: exact AdamW, GaLore and CompAct's variants.
+
+    python benchmarks/pretraining.py run --data ../shared/data/english_novels
+    python benchmarks/pretraining.py table
+
+`run` trains the ``tiny`` model on the bytes of the novels and appends a row per run to
+``benchmarks/results/pretraining.jsonl``; rows that are there already are not run again.
+Every method's learning rate and alpha (the scale of the compressed kernels' updates;
+exact training has it too) are searched over the same grid with seed 0; the best pair is
+then run with two more seeds. `table` prints the table of ``docs/results.md``.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "pretraining.jsonl"
+
+LEARNING_RATES = (3e-3, 6e-3, 1.2e-2)
+ALPHAS = (0.3, 1.0)
+SEEDS = (0, 1, 2)
+STEPS, BATCH, SEQ = 400, 8, 128
+WARMUP, PERIOD = 0.1, 100
+
+# label -> fields of `methods.Method`; "channel" is this file's own baseline.
+VARIANTS = {
+    "exact AdamW": {"name": "exact"},
+    "AdamW, one second moment per output channel": {"name": "channel"},
+    "CompAct n/4": {"name": "compact", "rank": 0.25},
+    "CompAct n/2, z in 4 bits": {"name": "compact", "rank": 0.5, "bits": 4},
+    "GaLore n/4": {"name": "galore", "rank": 0.25},
+    "CompAct n/2": {"name": "compact", "rank": 0.5},
+    "CompAct n/8": {"name": "compact", "rank": 0.125},
+    "CompAct n/4, z in 4 bits": {"name": "compact", "bits": 4},
+    "CompAct n/4, moment kept": {"name": "compact", "moment": "keep"},
+    "CompAct n/4, moment transferred": {"name": "compact", "moment": "transfer"},
+    "CompAct n/4, orthonormal": {"name": "compact", "kind": "orthonormal"},
+    "CompAct n/4, countsketch": {"name": "compact", "kind": "countsketch"},
+    "CompAct n/4, rademacher": {"name": "compact", "kind": "rademacher"},
+    "CompAct n/4, sparse": {"name": "compact", "kind": "sparse"},
+}
+
+
+def scale_by_channel_adam(b1=0.9, b2=0.999, eps=1e-8):
+    """Adam whose second moment is one number per output channel of a matrix.
+
+    CompAct's second moment is nearly that (E[V_kj] = |G_:j|^2 / r), so part of what it
+    does to training is this, and has nothing to do with projections.
+    """
+    import methods
+    from jaxcompact.subspace import path_name
+
+    def second(path, g):
+        matrix = methods.re.fullmatch(methods.MATRICES, path_name(path))
+        return jnp.mean(g**2, axis=-2, keepdims=True) if matrix else g**2
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        nu = jax.tree.map_with_path(second, zeros)
+        return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, nu)
+
+    def update(g, state, params=None):
+        count = state.count + 1
+        mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, g)
+        square = jax.tree.map_with_path(second, g)
+        nu = jax.tree.map(lambda v, s: b2 * v + (1 - b2) * s, state.nu, square)
+        t = count.astype(jnp.float32)
+        updates = jax.tree.map(
+            lambda m, v: m / (1 - b1**t) / (jnp.sqrt(v / (1 - b2**t)) + eps), mu, nu
+        )
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+class Trainer:
+    """A variant under one seed, compiled once for all learning rates and alphas."""
+
+    def __init__(self, variant: dict, seed: int, data):
+        import methods
+        from configs import MODELS
+        from llama import Llama
+        from loss import next_token_loss
+
+        channel = variant["name"] == "channel"
+        fields = variant | ({"name": "exact"} if channel else {})
+        method = methods.Method(**fields, period=PERIOD)
+        subspace = method.subspace(seed)
+        config = dataclasses.replace(MODELS["tiny"], vocab_size=data.vocab_size)
+        schedule = optax.warmup_cosine_decay_schedule(
+            0.0, 1.0, round(WARMUP * STEPS), STEPS, 0.1
+        )
+        tx = methods.optimizer(
+            method,
+            subspace,
+            schedule,
+            width=config.width,
+            adam=scale_by_channel_adam() if channel else None,
+        )
+        model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+        graphdef, self.params = nnx.split(model, nnx.Param)
+        self.init, self.data, self.seed = tx.init, data, seed
+
+        def loss(params, tokens):
+            model = nnx.merge(graphdef, params)
+            hidden = model.hidden(tokens[:, :-1])
+            kernel, targets = model.output_kernel(), tokens[:, 1:]
+            return next_token_loss(hidden, kernel, targets, chunks=1)
+
+        @jax.jit
+        def step_fn(params, state, tokens, step, lr, alpha):
+            gradient = methods.value_and_grad(loss, subspace)
+            value, grads = gradient(params, tokens, step=step)
+            updates, state = tx.update(grads, state, params)
+            updates = methods.scaled(methods.MATRICES, alpha).update(updates, ())[0]
+            updates = jax.tree.map(lambda u: lr * u, updates)
+            return optax.apply_updates(params, updates), state, value
+
+        self.step_fn, self.evaluate = step_fn, jax.jit(loss)
+
+    def run(self, lr: float, alpha: float) -> dict:
+        """Trains from the start; the mean validation loss at the end."""
+        start = time.perf_counter()
+        params, state = self.params, self.init(self.params)
+        for step in range(STEPS):
+            tokens = self.data.batch(
+                step, batch_size=BATCH, seq_len=SEQ, seed=self.seed
+            )
+            params, state, _ = self.step_fn(params, state, tokens, step, lr, alpha)
+        held_out = self.data.eval_batches(batch_size=32, seq_len=SEQ, count=12)
+        loss = statistics.fmean(float(self.evaluate(params, b)) for b in held_out)
+        return {"loss": loss, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def rows() -> list[dict]:
+    if not RESULTS.exists():
+        return []
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def best(done: list[dict], label: str) -> dict | None:
+    """The row of seed 0 with the lowest validation loss, once the grid is complete."""
+    grid = [row for row in done if row["label"] == label and row["seed"] == 0]
+    if len(grid) < len(LEARNING_RATES) * len(ALPHAS):
+        return None
+    return min(grid, key=lambda row: row["loss"])
+
+
+def pending(labels: list[str]) -> list[tuple[str, float, float, int]]:
+    """Runs still to do: the grid at seed 0 first, then the best pair's other seeds."""
+    done = rows()
+    have = {(r["label"], r["lr"], r["alpha"], r["seed"]) for r in done}
+    todo = []
+    for label in labels:
+        chosen = best(done, label)
+        if chosen is None:
+            todo += [(label, lr, a, 0) for lr in LEARNING_RATES for a in ALPHAS]
+        else:
+            todo += [(label, chosen["lr"], chosen["alpha"], s) for s in SEEDS]
+    return [job for job in todo if job not in have]
+
+
+def run(source: str, part: str) -> None:
+    from data import prepare
+
+    index, parts = map(int, part.split("/"))
+    data = prepare(source, "bytes")
+    RESULTS.parent.mkdir(exist_ok=True)
+    labels = list(VARIANTS)[index - 1 :: parts]
+    while jobs := pending(labels):
+        label, seed = jobs[0][0], jobs[0][3]
+        trainer = Trainer(VARIANTS[label], seed, data)
+        for lr, alpha in [
+            job[1:3] for job in jobs if (job[0], job[3]) == (label, seed)
+        ]:
+            result = trainer.run(lr, alpha)
+            row = {"label": label, "lr": lr, "alpha": alpha, "seed": seed, **result}
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(
+                f"{label}: lr {lr} alpha {alpha} seed {seed}: {result['loss']:.4f} "
+                f"in {result['seconds']} s",
+                flush=True,
+            )
+
+
+def table() -> None:
+    done = rows()
+    print("| method | lr | alpha | validation loss, mean of 3 seeds | range |")
+    print("|---|---|---|---|---|")
+    for label in VARIANTS:
+        chosen = best(done, label)
+        if chosen is None:
+            continue
+        pair = chosen["lr"], chosen["alpha"]
+        losses = [
+            row["loss"]
+            for row in done
+            if row["label"] == label and (row["lr"], row["alpha"]) == pair
+        ]
+        spread = f"{min(losses):.4f} to {max(losses):.4f}"
+        print(
+            f"| {label} | {pair[0]:g} | {pair[1]:g} | {statistics.fmean(losses):.4f} "
+            f"| {spread} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="train what is not in the results yet")
+    running.add_argument("--data", required=True, help="folder of english_novels")
+    running.add_argument("--part", default="1/1", help="i/n: every n-th variant only")
+    commands.add_parser("table", help="print the table")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments.data, arguments.part)
+    else:
+        table()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Step time, peak memory and tokens/s of one method, as one JSON row.
+
+    python benchmarks/step.py --model 350m --batch 128 --seq 256 --method compact
+
+One method a process: the allocator's peak can't be reset. The tokens are random. Step
+times are of single steps, each waited for; GaLore is timed between two of its SVDs.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+
+from configs import MODELS  # noqa: E402
+from methods import Method  # noqa: E402
+from training import Training  # noqa: E402
+
+
+def main() -> None:
+    arguments = parse()
+    fields = {f.name for f in dataclasses.fields(Method)} - {"name"}
+    chosen = {k: v for k, v in vars(arguments).items() if k in fields and v is not None}
+    method = Method(arguments.method, **chosen)
+    row = {
+        "part": arguments.part or arguments.method,
+        "method": dataclasses.asdict(method),
+        "model": arguments.model,
+        "batch": arguments.batch,
+        "seq": arguments.seq,
+        "dtype": arguments.dtype,
+        **measure(method, arguments),
+        **provenance(),
+    }
+    print(json.dumps(row), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", help="name of the row (default: the method)")
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--method", default="exact")
+    parser.add_argument("--remat")
+    parser.add_argument(
+        "--rank", type=lambda text: float(text) if "." in text else int(text)
+    )
+    parser.add_argument("--kind")
+    parser.add_argument("--bits", type=int)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", help="of compute and parameters")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=30, help="timing ends here")
+    return parser.parse_args()
+
+
+def measure(method: Method, arguments: argparse.Namespace) -> dict:
+    dtype = jnp.dtype(arguments.dtype)
+    training = Training(
+        MODELS[arguments.model],
+        method,
+        optax.constant_schedule(1e-4),
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    shape = (1, arguments.batch, arguments.seq + 1)
+    vocabulary = MODELS[arguments.model].vocab_size
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, vocabulary)
+
+    start = time.perf_counter()
+    abstract = jax.eval_shape(training.init)
+    step_fn = jax.jit(training.step, donate_argnums=0).lower(abstract, tokens).compile()
+    compile_seconds = time.perf_counter() - start
+    analysis = step_fn.memory_analysis()
+
+    state = between_svds(jax.jit(training.init)())
+    for _ in range(3):
+        state, measured = step_fn(state, tokens)
+    jax.block_until_ready(state)
+    times, end = [], time.perf_counter() + arguments.seconds
+    while len(times) < arguments.steps and time.perf_counter() < end:
+        start = time.perf_counter()
+        state, measured = step_fn(state, tokens)
+        jax.block_until_ready(state)
+        times.append(1000 * (time.perf_counter() - start))
+    median = statistics.median(times)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return {
+        "step_ms": round(median, 3),
+        "step_ms_range": [round(min(times), 3), round(max(times), 3)],
+        "steps": len(times),
+        "tokens_per_s": round(1000 * arguments.batch * arguments.seq / median),
+        "peak_bytes": stats.get("peak_bytes_in_use"),  # None where nobody counts (CPU)
+        "compiled_bytes": analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes,
+        "compile_s": round(compile_seconds, 1),
+        "loss": float(measured["loss"]),
+    }
+
+
+def between_svds(state):
+    """GaLore's counter one step on: its SVDs at step 0 are no part of a usual step."""
+    kind = optax.contrib.GaLoreState
+
+    def advanced(node):
+        return node._replace(count=node.count + 1) if isinstance(node, kind) else node
+
+    return jax.tree.map(advanced, state, is_leaf=lambda node: isinstance(node, kind))
+
+
+def provenance() -> dict:
+    """Card, versions, commit and date: what a figure is worth nothing without."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": os.environ.get("COMMIT") or commit or "unknown",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    main()

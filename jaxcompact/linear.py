@@ -1,0 +1,232 @@
+"""The compressed linear op: exact output and dx, a sketch in place of dW."""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import get_opaque_trace_state
+
+from jaxcompact.codecs import Encoded, Quantized
+from jaxcompact.projection import Projection
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "sketch", "key"],
+    meta_fields=["path", "family", "projection"],
+)
+@dataclass(frozen=True)
+class SketchedKernel:
+    """A kernel whose gradient is taken in a subspace; lives for one loss evaluation.
+
+    `jaxcompact.value_and_grad` puts it in the kernel's place in the parameter tree.
+    Its arrays may carry leading layer axes, which scan and vmap slice as they slice
+    any parameter.
+
+    Attributes:
+        weight: the kernel itself, ``(n, m)``; never differentiated.
+        sketch: zeros, ``float32 (r, m)``; the derivative is taken with respect to it.
+        key: the PRNG key that P is made of.
+        path: name of the parameter.
+        family: kernels of one family read P from equal keys; see `linear`.
+        projection: how z is made.
+    """
+
+    weight: jax.Array
+    sketch: jax.Array
+    key: jax.Array
+    path: str
+    family: str
+    projection: Projection
+
+    def __jax_array__(self):
+        raise ValueError(
+            f"parameter {self.path!r} is in the subspace, but the layer that reads it "
+            f"knows nothing of sketches: use jaxcompact.nnx.Linear, "
+            f"jaxcompact.linen.Dense or jaxcompact.linear there, or leave it out of "
+            f"the subspace's rules"
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
+
+
+def linear(
+    x: jax.Array,
+    kernel: jax.Array | SketchedKernel,
+    bias: jax.Array | None = None,
+    *,
+    dtype: Any = None,
+    precision: Any = None,
+) -> jax.Array:
+    """``y = x W + b``, whose backward pass needs ``z = x P`` instead of ``x``.
+
+    With a plain array as ``kernel`` this is the plain product, gradients included.
+    With a `SketchedKernel`::
+
+        y  = x W + b       exact
+        dx = dy W^T        exact
+        db = sum dy        exact
+        dW -> z^T dy       r x m, unbiased once lifted: E[P z^T dy] = x^T dy
+
+    Saved for the backward pass: z, encoded by the projection's codec, and W, which is
+    a parameter and costs nothing. z is named ``"sketch"`` for the name-based policies
+    of `jax.checkpoint`. Kernels of one family that read the same ``x`` share one z.
+
+    Args:
+        x: ``(..., n)``.
+        kernel: ``(n, m)``.
+        bias: ``(m,)``.
+        dtype: of the computation and of y; by default what x, W and b promote to.
+        precision: of the products, as in `jax.lax.dot`.
+
+    Raises ValueError if the last axis of x is not the kernel's first.
+
+    Source: CompAct (arXiv 2410.15352), algorithms 1 and 2.
+
+    >>> import jax.numpy as jnp, jaxcompact as jc
+    >>> jc.linear(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
+    (2, 4)
+    """
+    if x.shape[-1] != kernel.shape[0] or len(kernel.shape) != 2:
+        raise ValueError(
+            f"kernel must have shape (n, m) with n the last axis of x, got kernel "
+            f"{kernel.shape} and x {x.shape}"
+        )
+    if dtype is None:
+        operands = (x, kernel) if bias is None else (x, kernel, bias)
+        dtype = jnp.result_type(*(a.dtype for a in operands))
+    if isinstance(kernel, SketchedKernel):
+        x, z = _sketched_input(x, kernel, dtype)
+        spec = _Spec(
+            jnp.dtype(dtype),
+            x.dtype,
+            precision,
+            kernel.projection.codec,
+            jax.typeof(kernel.sketch).sharding,
+        )
+        y = _sketched_product(spec, x, kernel.weight, kernel.sketch, z)
+    else:
+        y = _product(x.astype(dtype), kernel.astype(dtype), 0, precision)
+    if bias is not None:
+        y += jnp.expand_dims(bias.astype(dtype), range(y.ndim - 1))
+    return y
+
+
+def _product(x: jax.Array, w_nm: jax.Array, axis: int, precision: Any) -> jax.Array:
+    """The last axis of x against an axis of W, as the plain layer's autodiff does."""
+    return jax.lax.dot_general(
+        x, w_nm, (((x.ndim - 1,), (axis,)), ((), ())), precision=precision
+    )
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """What the backward pass must know and tracing must not touch."""
+
+    dtype: jnp.dtype
+    x_dtype: jnp.dtype
+    precision: Any
+    codec: Quantized | None
+    sketch_sharding: Any
+
+
+Residuals = tuple[jax.Array | Encoded, jax.Array]  # z (..., r), W (n, m)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sketched_product(spec: _Spec, x, w_nm, sketch_rm, z) -> jax.Array:
+    return _product(x.astype(spec.dtype), w_nm.astype(spec.dtype), 0, spec.precision)
+
+
+def _forward(spec: _Spec, x, w_nm, sketch_rm, z) -> tuple[jax.Array, Residuals]:
+    return _sketched_product(spec, x, w_nm, sketch_rm, z), (z, w_nm)
+
+
+def _backward(spec: _Spec, residuals: Residuals, dy):
+    z, w_nm = residuals
+    # The barrier ties decoding to dy: without it XLA may decode in the forward pass
+    # and keep the decoded z.
+    z, dy = jax.lax.optimization_barrier((z, dy))
+    dx = _product(dy, w_nm.astype(spec.dtype), 1, spec.precision).astype(spec.x_dtype)
+    tokens = tuple(range(dy.ndim - 1))
+    dsketch_rm = jax.lax.dot_general(
+        z if spec.codec is None else spec.codec.decode(z),
+        dy,
+        ((tokens, tokens), ((), ())),
+        precision=spec.precision,
+        preferred_element_type=jnp.float32,
+        out_sharding=spec.sketch_sharding,
+    )
+    return dx, None, dsketch_rm, None
+
+
+_sketched_product.defvjp(_forward, _backward)
+
+
+# --- sharing ---------------------------------------------------------------------
+# q, k and v read one tensor, so one z serves all three. Which kernels read it is known
+# only when they are called: the second call with the same x finds the z of the first.
+
+
+@dataclass
+class _Shared:
+    x: jax.Array
+    reader: tuple  # family, dtype, and the trace, which z must not leave
+    result: tuple[jax.Array, jax.Array | Encoded]
+    served: dict[str, jax.Array]  # path -> key
+    open: bool = True
+
+
+_sketches: ContextVar[list[_Shared] | None] = ContextVar(
+    "jaxcompact_sketches", default=None
+)
+
+
+@contextlib.contextmanager
+def shared_sketches() -> Iterator[None]:
+    """Within it, kernels of one family that read the same tensor share one z."""
+    token = _sketches.set([])
+    try:
+        yield
+    finally:
+        _sketches.reset(token)
+
+
+def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
+    """x and its z, tied together so that z is made when x is, not when it is read."""
+
+    def make():
+        projection = kernel.projection
+        z = projection.project(kernel.key, jax.lax.stop_gradient(x).astype(dtype))
+        z = z if projection.codec is None else projection.codec.encode(z)
+        z = jax.tree.map(lambda a: checkpoint_name(a, "sketch"), z)
+        return jax.lax.optimization_barrier((x, z))
+
+    known = _sketches.get()
+    if known is None:
+        return make()
+    reader = (kernel.family, jnp.dtype(dtype), get_opaque_trace_state())
+    entry = next((e for e in known if e.x is x and e.reader == reader), None)
+    if entry is None:
+        entry = _Shared(x, reader, make(), {})
+        known.append(entry)
+    elif entry.served.get(kernel.path, kernel.key) is not kernel.key:
+        # The same kernel with another key: layers of a stack, taken apart by hand,
+        # read one tensor. Which key belongs to which layer can't be seen any more.
+        entry.open = False
+    if not entry.open:
+        return make()
+    entry.served[kernel.path] = kernel.key
+    return entry.result

@@ -1,0 +1,89 @@
+"""Flax NNX: a drop-in `Linear`, and `value_and_grad` for modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from jaxcompact import subspace as functional
+from jaxcompact.linear import SketchedKernel, linear
+from jaxcompact.subspace import Subspace
+
+
+class Linear(nnx.Linear):
+    """`flax.nnx.Linear` that can train in a subspace.
+
+    The same arguments, parameters and outputs. Inside `value_and_grad` a kernel in the
+    subspace is read through `jaxcompact.linear`; everywhere else this is Flax's layer.
+
+    Raises ValueError if a kernel in the subspace meets ``dot_general``,
+    ``preferred_element_type`` or ``out_sharding``: the sketch does not know them.
+
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp
+    >>> from jaxcompact import nnx as cnnx
+    >>> layer = cnnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 3))).shape
+    (2, 4)
+    """
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        kernel = self.kernel.get_value()
+        if not isinstance(kernel, SketchedKernel):
+            return super().__call__(inputs, out_sharding)
+        if (
+            self.dot_general is not lax.dot_general
+            or self.preferred_element_type is not None
+            or out_sharding is not None
+        ):
+            raise ValueError(
+                f"dot_general, preferred_element_type and out_sharding must be left at "
+                f"their defaults for {kernel.path!r}, which is in the subspace"
+            )
+        bias = None if self.bias is None else self.bias.get_value()
+        return linear(inputs, kernel, bias, dtype=self.dtype, precision=self.precision)
+
+
+def value_and_grad(
+    fun: Callable, subspace: Subspace, *, has_aux: bool = False
+) -> Callable:
+    """`flax.nnx.value_and_grad`, with sketched gradients for kernels in ``subspace``.
+
+    Returns ``wrapped(model, *args, step, **kwargs) -> (value, grads)``; ``grads`` is a
+    `flax.nnx.State` for `flax.nnx.Optimizer.update`. Other state of the model (batch
+    statistics, RNG counts) is updated in place as Flax does. See
+    `jaxcompact.value_and_grad`.
+
+    >>> import jax, optax, jaxcompact as jc
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jaxcompact import nnx as cnnx
+    >>> model = cnnx.Linear(16, 3, rngs=nnx.Rngs(0))
+    >>> subspace = jc.Subspace({"kernel": jc.Projection(rank=4)}, key=jax.random.key(0))
+    >>> tx = jc.subspace_adamw(1e-3, subspace)
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    >>> grad = cnnx.value_and_grad(lambda model, x: model(x).sum(), subspace)
+    >>> value, grads = grad(model, jnp.ones((5, 16)), step=0)
+    >>> grads["kernel"].get_value().shape
+    (4, 3)
+    >>> _ = optimizer.update(model, grads)
+    """
+
+    def wrapped(model: nnx.Module, *args, step: jax.typing.ArrayLike, **kwargs):
+        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params):
+            model = nnx.merge(graphdef, params, rest, copy=True)
+            value = fun(model, *args, **kwargs)
+            value, aux = value if has_aux else (value, None)
+            return value, (aux, nnx.state(model, nnx.Not(nnx.Param)))
+
+        (value, (aux, changed)), grads = functional.value_and_grad(
+            loss, subspace, has_aux=True
+        )(params, step=step)
+        nnx.update(model, changed)
+        return ((value, aux) if has_aux else value), grads
+
+    return wrapped

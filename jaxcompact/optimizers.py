@@ -1,0 +1,258 @@
+"""Optax transforms that live in a subspace."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcompact.subspace import Slot, Subspace, path_name
+
+Moment = Literal["keep", "reset", "transfer"]
+
+# Fields of optax states that are linear in the gradient: Adam, Lion and others (mu),
+# momentum (trace), Adafactor's momentum (ema).
+_FIRST_MOMENTS = ("mu", "trace", "ema")
+
+
+class SubspaceState(NamedTuple):
+    """State of `in_subspace`: all that a resumed run needs beside the parameters."""
+
+    count: jax.Array  # shape=(), int32: updates made
+    generation: jax.Array  # shape=(), int32: which P the moments are in
+    key: jax.Array  # uint32: the data of the subspace's key
+    inner: Any
+
+
+def in_subspace(
+    subspace: Subspace,
+    inner: optax.GradientTransformation,
+    *,
+    moment: Moment = "reset",
+) -> optax.GradientTransformationExtraArgs:
+    """Runs any optax transform on sketched gradients, and lifts what it returns.
+
+    ``N = inner(P^T G)``, update ``= alpha P N``, with P made anew from the key. Takes
+    the gradients of `value_and_grad`; the state of ``inner`` is shaped like them, in
+    float32 (also where the parameters are bfloat16: a bfloat16 second moment with
+    ``b2 = 0.999`` never decays). The updates have the parameters' shapes and dtypes.
+    An ``inner`` that reads parameters gets ``P^T W`` for the kernels in the subspace.
+
+    To accumulate gradients, put `optax.MultiSteps` inside: its accumulator is r x m
+    and float32, and P stays for all of its mini-steps.
+
+    Args:
+        subspace: the one given to `value_and_grad`. A state that was made under another
+            key gives NaN updates, rather than updates through the wrong P.
+        inner: the transform.
+        moment: what becomes of the first moment at a new P, in whose coordinates the
+            old one means nothing: ``"keep"`` it all the same (the paper), ``"reset"``
+            it to zero, or ``"transfer"`` it, ``M <- (r/n) P_new^T P_old M``, the least
+            squares estimate. Second moments are kept: they hardly depend on P. First
+            moments are the state's fields ``mu``, ``trace`` and ``ema``.
+
+    Raises ValueError for an unknown ``moment``, for parameters that do not fit the
+    subspace, for an update without ``params``, and for a gradient leaf that is not the
+    sketch that the subspace makes.
+
+    Source: CompAct (arXiv 2410.15352), algorithm 3; Flora (arXiv 2402.03293) and LDAdam
+    (arXiv 2410.16103) for the transfer.
+
+    >>> import jax, jax.numpy as jnp, optax, jaxcompact as jc
+    >>> params = {"kernel": jnp.ones((16, 3))}
+    >>> subspace = jc.Subspace({"kernel": jc.Projection(rank=4)}, key=jax.random.key(0))
+    >>> tx = jc.in_subspace(subspace, optax.adam(0.1))
+    >>> state = tx.init(params)
+    >>> state.inner[0].mu["kernel"].shape
+    (4, 3)
+    >>> updates, state = tx.update({"kernel": jnp.ones((4, 3))}, state, params)
+    >>> updates["kernel"].shape, int(jc.update_count(state))
+    ((16, 3), 1)
+    """
+    if moment not in get_args(Moment):
+        raise ValueError(
+            f"moment must be one of {', '.join(get_args(Moment))}, got {moment!r}"
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        slots = subspace.slots(params)
+        generation = jnp.zeros((), jnp.int32)
+        return SubspaceState(
+            count=jnp.zeros((), jnp.int32),
+            generation=generation,
+            key=jax.random.key_data(subspace.key),
+            inner=inner.init(_sketched(slots, subspace.key, generation, params)),
+        )
+
+    def update(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError(
+                "params must be given to update: lifting needs their shapes"
+            )
+        slots = subspace.slots(params)
+        _check_sketches(slots, updates)
+        key = jax.random.wrap_key_data(
+            state.key, impl=jax.random.key_impl(subspace.key)
+        )
+        generation = subspace.generation(state.count)
+        inner_state = state.inner
+        if moment != "keep":
+            inner_state = jax.lax.cond(
+                generation != state.generation,
+                lambda s: _renewed(s, slots, key, state.generation, generation, moment),
+                lambda s: s,
+                inner_state,
+            )
+        updates = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+        updates, inner_state = inner.update(
+            updates,
+            inner_state,
+            _sketched(slots, key, generation, params),
+            **extra_args,
+        )
+        # P depends on the updates, so that no P outlives the forward pass to meet it.
+        generation, updates = jax.lax.optimization_barrier((generation, updates))
+        right_key = jnp.all(state.key == jax.random.key_data(subspace.key))
+
+        def lifted(path, update, param):
+            slot = slots.get(path_name(path))
+            if slot is None:
+                return update.astype(param.dtype)
+            scale = jnp.where(right_key, slot.projection.alpha, jnp.nan)
+
+            def lift(key, n_rm):
+                w_nm = slot.projection.lift(key, n_rm, slot.width)
+                return (scale * w_nm).astype(param.dtype)
+
+            return slot.map_layers(lift, key, generation, update)
+
+        updates = jax.tree.map_with_path(lifted, updates, params)
+        accumulator = _find(inner_state, optax.MultiStepsState)
+        count = (
+            optax.safe_increment(state.count)
+            if accumulator is None
+            else jnp.asarray(accumulator.gradient_step, jnp.int32)
+        )
+        return updates, SubspaceState(count, generation, state.key, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scale_by_subspace_adam(
+    subspace: Subspace,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    moment: Moment = "reset",
+) -> optax.GradientTransformationExtraArgs:
+    """Adam whose moments are r x m: `in_subspace` around `optax.scale_by_adam`.
+
+    >>> import jax, jax.numpy as jnp, jaxcompact as jc
+    >>> subspace = jc.Subspace({"kernel": jc.Projection(rank=4)}, key=jax.random.key(0))
+    >>> state = jc.scale_by_subspace_adam(subspace).init({"kernel": jnp.ones((16, 3))})
+    >>> state.inner.nu["kernel"].shape
+    (4, 3)
+    """
+    return in_subspace(subspace, optax.scale_by_adam(b1, b2, eps), moment=moment)
+
+
+def subspace_adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    subspace: Subspace,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable | None = None,
+    *,
+    moment: Moment = "reset",
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.adamw` with Adam in a subspace; the weight decay acts on the weights.
+
+    >>> import jax, jax.numpy as jnp, jaxcompact as jc
+    >>> subspace = jc.Subspace({"kernel": jc.Projection(rank=4)}, key=jax.random.key(0))
+    >>> tx = jc.subspace_adamw(1e-3, subspace)
+    >>> int(jc.update_count(tx.init({"kernel": jnp.ones((16, 3))})))
+    0
+    """
+    return optax.chain(
+        scale_by_subspace_adam(subspace, b1, b2, eps, moment=moment),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def update_count(opt_state: Any) -> jax.Array:
+    """Updates made so far, from the state of any chain that holds an `in_subspace`.
+
+    It is the ``step`` that `value_and_grad` wants. With `optax.MultiSteps` inside, it
+    counts whole accumulations. Raises ValueError if there is no subspace in the state.
+    """
+    state = _find(opt_state, SubspaceState)
+    if state is None:
+        raise ValueError("opt_state must hold the state of an in_subspace, found none")
+    return state.count
+
+
+def _find(tree: Any, kind: type) -> Any:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
+    return next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
+
+
+def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        slot = slots.get(path_name(path))
+        if slot is not None and leaf.shape != slot.sketch_shape:
+            raise ValueError(
+                f"updates: the gradient of {slot.path!r} must be its sketch of shape "
+                f"{slot.sketch_shape}, as jaxcompact.value_and_grad returns it, got "
+                f"{leaf.shape}"
+            )
+
+
+def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
+    """``params`` as ``inner`` sees them: float32, ``P^T W`` in the subspace."""
+
+    def sketched(path, param):
+        param = param.astype(jnp.float32)
+        slot = slots.get(path_name(path))
+        if slot is None:
+            return param
+        return slot.map_layers(
+            lambda k, w_nm: slot.projection.project(k, w_nm.T).T, key, generation, param
+        )
+
+    return jax.tree.map_with_path(sketched, params)
+
+
+def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
+    """The inner state with its first moments taken into the new P's coordinates."""
+
+    def renew(path, m):
+        slot = slots.get(path_name(path))
+        if slot is None:
+            return m
+        if moment == "reset":
+            return jnp.zeros_like(m)
+
+        def transfer(old_key, new_key, m_rm):
+            w_nm = slot.projection.lift(old_key, m_rm, slot.width)
+            m_rm = slot.projection.project(new_key, w_nm.T).T
+            return m_rm * (slot.rank / slot.width)
+
+        new_keys = slot.keys(key, new)
+        return slot.map_layers(transfer, key, old, new_keys, m)
+
+    def walk(node, name=None):
+        if name in _FIRST_MOMENTS:
+            return jax.tree.map_with_path(renew, node)
+        if hasattr(node, "_fields"):
+            return type(node)(*map(walk, node, node._fields))
+        if isinstance(node, tuple | list):
+            return type(node)(map(walk, node))
+        return node
+
+    return walk(state)

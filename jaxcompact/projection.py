@@ -1,0 +1,170 @@
+"""Random projections that are never stored: P is a function of a key."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.codecs import Quantized
+
+Kind = Literal["gaussian", "rademacher", "sparse", "countsketch", "orthonormal"]
+
+_SPARSITY = 3  # one entry in three is not zero (Achlioptas 2003)
+_RANK_UNIT = 64  # tensor cores and packed groups want ranks that are multiples
+
+
+@dataclass(frozen=True)
+class Projection:
+    """How a linear layer's input is sketched: ``z = x P``, ``P`` of shape ``(n, r)``.
+
+    Every kind satisfies ``E[P P^T] = I``, so ``P (z^T dy)`` is an unbiased estimate
+    of the weight gradient ``x^T dy``; they differ in the relative variance
+    ``E|P P^T G - G|^2 / |G|^2`` and in the cost of making and applying P:
+
+    ============  =======================================  ==================
+    kind          entries                                  variance
+    ============  =======================================  ==================
+    gaussian      N(0, 1/r)                                (n + 1) / r
+    rademacher    +-1/sqrt(r)                              (n - 1) / r
+    sparse        +-sqrt(3/r), two in three are 0          (n + 1) / r
+    countsketch   one +-1 a row, columns equally filled    about n/r - 1
+    orthonormal   sqrt(n/r) Q, Q from a QR of n r^2 flop   n/r - 1
+    ============  =======================================  ==================
+
+    ``countsketch`` needs no matrix product at all and has the variance of
+    ``orthonormal``: equally filled columns are orthogonal.
+
+    Args:
+        rank: a float is a fraction of the layer's input width (rounded to a multiple
+            of 64 where it is at least 64), an int is the rank itself.
+        kind: see above.
+        alpha: scale of the update, ``W -= lr * alpha * P N``. With any kind an entry
+            of ``P N`` has about the size of an entry of ``N``.
+        codec: how z is stored; None keeps it in the compute dtype.
+
+    Raises ValueError for a rank that is not positive, a fraction above 1, an unknown
+    kind, an alpha that is not positive and finite.
+
+    Source: CompAct (arXiv 2410.15352), section 3 and Table 6; PRAC (arXiv 2602.23111)
+    for the orthonormal kind.
+
+    >>> import jaxcompact as jc
+    >>> jc.Projection(rank=0.25).rank_of(1024), jc.Projection(rank=8).rank_of(1024)
+    (256, 8)
+    >>> jc.Projection(rank=0.5, kind="orthonormal").variance(1024)
+    1.0
+    """
+
+    rank: int | float
+    kind: Kind = "gaussian"
+    alpha: float = 1.0
+    codec: Quantized | None = None
+
+    def __post_init__(self):
+        number = isinstance(self.rank, int | float) and not isinstance(self.rank, bool)
+        if not number or not self.rank > 0:
+            raise ValueError(f"rank must be a positive number, got {self.rank!r}")
+        if isinstance(self.rank, float) and self.rank > 1:
+            raise ValueError(
+                f"rank must be an int, or a fraction of the width of at most 1.0, "
+                f"got {self.rank!r}"
+            )
+        if self.kind not in get_args(Kind):
+            raise ValueError(
+                f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}"
+            )
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise ValueError(f"alpha must be positive and finite, got {self.alpha!r}")
+
+    def rank_of(self, width: int) -> int:
+        """The rank for a layer with ``width`` inputs.
+
+        Raises ValueError if a rank given as a number is above the width.
+        """
+        if isinstance(self.rank, int):
+            if self.rank > width:
+                raise ValueError(
+                    f"rank must not be above the layer's input width {width}, "
+                    f"got {self.rank}"
+                )
+            return self.rank
+        rank = self.rank * width
+        if rank >= _RANK_UNIT:
+            rank = _RANK_UNIT * round(rank / _RANK_UNIT)
+        return min(width, max(1, round(rank)))
+
+    def variance(self, width: int) -> float:
+        """``E|P P^T G - G|_F^2 / |G|_F^2`` for a layer with ``width`` inputs."""
+        n, r = width, self.rank_of(width)
+        match self.kind:
+            case "gaussian":
+                return (n + 1) / r
+            case "rademacher":
+                return (n - 1) / r
+            case "sparse":
+                return (n + _SPARSITY - 2) / r
+            case "countsketch":  # rows that share a column, of n (n - 1) pairs
+                small, larger = divmod(n, r)
+                return (
+                    larger * (small + 1) * small + (r - larger) * small * (small - 1)
+                ) / n
+            case "orthonormal":
+                return n / r - 1
+
+    def matrix(self, key: jax.Array, width: int) -> jax.Array:
+        """P, ``float32[width, rank]``. What `project` and `lift` multiply by."""
+        n, r = width, self.rank_of(width)
+        match self.kind:
+            case "gaussian":
+                return jax.random.normal(key, (n, r)) / math.sqrt(r)
+            case "rademacher":
+                return jax.random.rademacher(key, (n, r), jnp.float32) / math.sqrt(r)
+            case "sparse":
+                value = math.sqrt(_SPARSITY / r)
+                u = jax.random.uniform(key, (n, r)) * (2 * _SPARSITY)
+                return jnp.where(u < 1, value, jnp.where(u < 2, -value, 0.0))
+            case "countsketch":
+                column, sign = _signed_columns(key, n, r)
+                return jax.nn.one_hot(column, r, dtype=jnp.float32) * sign[:, None]
+            case "orthonormal":
+                q, _ = jnp.linalg.qr(jax.random.normal(key, (n, r)))
+                return q * math.sqrt(n / r)
+
+    def project(self, key: jax.Array, x: jax.Array) -> jax.Array:
+        """``z = x P`` over the last axis of ``x[..., n]``, in x's dtype."""
+        n = x.shape[-1]
+        if self.kind == "countsketch":
+            r = self.rank_of(n)
+            order, sign = _signed_order(key, n)
+            x = (x * jnp.expand_dims(sign.astype(x.dtype), range(x.ndim - 1)))[
+                ..., order
+            ]
+            rows = -(-n // r)
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows * r - n)])
+            return x.reshape(*x.shape[:-1], rows, r).sum(axis=-2)
+        return x @ self.matrix(key, n).astype(x.dtype)
+
+    def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
+        """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype."""
+        if self.kind == "countsketch":
+            column, sign = _signed_columns(key, width, self.rank_of(width))
+            return sketch[column] * sign[:, None].astype(sketch.dtype)
+        return self.matrix(key, width).astype(sketch.dtype) @ sketch
+
+
+def _signed_order(key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """A random order in which inputs are dealt to the columns, and their signs."""
+    order_key, sign_key = jax.random.split(key)
+    order = jax.random.permutation(order_key, width)
+    return order, jax.random.rademacher(sign_key, (width,), jnp.float32)
+
+
+def _signed_columns(
+    key: jax.Array, width: int, rank: int
+) -> tuple[jax.Array, jax.Array]:
+    """The column of each input, and its sign."""
+    order, sign = _signed_order(key, width)
+    turn = jnp.arange(width, dtype=jnp.int32) % rank
+    return jnp.zeros_like(turn).at[order].set(turn), sign

@@ -1,0 +1,248 @@
+"""Which kernels train in a random subspace, and their gradients there."""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.linear import SketchedKernel, shared_sketches
+from jaxcompact.projection import Projection
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One kernel's place in a subspace.
+
+    Attributes:
+        path: name of the parameter, ``"layers/attn/q/kernel"``.
+        family: kernels of one module with equal width and projection. They share P,
+            and so their z where they read the same input (q, k, v; gate, up).
+        projection: the rule that matched.
+        stack: leading layer axes, ``()`` or for example ``(24,)``.
+        width: n, the layer's inputs.
+        rank: r.
+        outputs: m.
+    """
+
+    path: str
+    family: str
+    projection: Projection
+    stack: tuple[int, ...]
+    width: int
+    rank: int
+    outputs: int
+
+    @property
+    def sketch_shape(self) -> tuple[int, ...]:
+        return (*self.stack, self.rank, self.outputs)
+
+    def keys(self, key: jax.Array, generation: jax.Array) -> jax.Array:
+        """One PRNG key a layer, of shape ``stack``; they depend on nothing else."""
+        key = jax.random.fold_in(key, zlib.crc32(self.family.encode()))
+        key = jax.random.fold_in(key, generation)
+        if not self.stack:
+            return key
+        layers = jnp.arange(_prod(self.stack), dtype=jnp.uint32)
+        return jax.vmap(lambda i: jax.random.fold_in(key, i))(layers).reshape(
+            self.stack
+        )
+
+    def map_layers(self, fun: Callable, key: jax.Array, generation, *arrays):
+        """``fun(key, *arrays)`` layer by layer, so that one P is alive at a time."""
+        fun = _over_axes(fun, len(self.stack))
+        return fun(self.keys(key, generation), *arrays)
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Kernels whose gradient and optimizer state are r x m instead of n x m.
+
+    Args:
+        rules: pattern -> `Projection`. A pattern is a regular expression that must
+            match a parameter's whole path (``"layers/attn/q/kernel"``); the first
+            pattern that matches a path decides. Leading axes of a kernel of more than
+            two are layers, each with its own P.
+        key: a typed PRNG key, ``jax.random.key(seed)``. P is a pure function of
+            (key, path, layer, step // period) and is never stored.
+        period: updates between two projections.
+
+    Raises ValueError for no rules, a pattern that is not a regular expression, a value
+    that is not a `Projection`, a key that is not one typed PRNG key, a period that is
+    not a positive int. Against parameters (`slots`): a rule that matches no kernel, a
+    match that is no kernel, a rank above a kernel's width.
+
+    Source: CompAct (arXiv 2410.15352), section 3.
+
+    >>> import jax, jax.numpy as jnp, jaxcompact as jc
+    >>> subspace = jc.Subspace(
+    ...     {r".*/kernel": jc.Projection(rank=0.25)}, key=jax.random.key(0), period=200)
+    >>> subspace.slots({"up": {"kernel": jnp.zeros((32, 8)), "bias": jnp.zeros(8)}})[
+    ...     "up/kernel"].sketch_shape
+    (8, 8)
+    """
+
+    rules: Mapping[str, Projection]
+    key: jax.Array
+    period: int = 200
+
+    def __post_init__(self):
+        if not self.rules:
+            raise ValueError("rules must hold at least one pattern, got none")
+        for pattern, projection in self.rules.items():
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"rules: {pattern!r} must be a regular expression: {error}"
+                ) from error
+            if not isinstance(projection, Projection):
+                raise ValueError(
+                    f"rules[{pattern!r}] must be a Projection, got {projection!r}"
+                )
+        dtype = getattr(self.key, "dtype", None)
+        if not (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
+            raise ValueError(
+                f"key must be a typed PRNG key, jax.random.key(seed), got {self.key!r}"
+            )
+        if self.key.shape != ():
+            raise ValueError(f"key must be one key, got an array of {self.key.shape}")
+        if type(self.period) is not int or self.period < 1:
+            raise ValueError(f"period must be a positive int, got {self.period!r}")
+        object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
+
+    def slots(self, params: Any) -> dict[str, Slot]:
+        """The kernels of ``params`` that are in the subspace, by path."""
+        unused = set(self.rules)
+        slots = {}
+        for path, leaf in jax.tree.leaves_with_path(params):
+            name = path_name(path)
+            pattern = next((p for p in self.rules if re.fullmatch(p, name)), None)
+            if pattern is not None:
+                unused.discard(pattern)
+                slots[name] = _slot(name, leaf, pattern, self.rules[pattern])
+        if unused:
+            names = [path_name(p) for p, _ in jax.tree.leaves_with_path(params)]
+            raise ValueError(
+                f"rules: {min(unused)!r} matches no parameter (or an earlier rule "
+                f"takes all that it matches); the parameters are {', '.join(names)}"
+            )
+        return slots
+
+    def generation(self, step: jax.typing.ArrayLike) -> jax.Array:
+        """Which P serves at ``step``: ``step // period``."""
+        return jnp.asarray(step, jnp.int32) // self.period
+
+
+def value_and_grad(
+    fun: Callable, subspace: Subspace, *, has_aux: bool = False
+) -> Callable:
+    """`jax.value_and_grad`, with sketched gradients for the kernels in ``subspace``.
+
+    Returns ``wrapped(params, *args, step, **kwargs) -> (value, grads)``, which calls
+    ``fun(params, *args, **kwargs)``. ``grads`` has the structure of ``params``; the
+    leaf of a kernel in the subspace is ``P^T G``, float32 of shape ``(*stack, r, m)``,
+    and no array of the kernel's own shape is made for it. All other leaves, biases
+    among them, are the exact gradient.
+
+    ``step`` is the number of updates made so far, `update_count(opt_state)`. It chooses
+    P, so it stays the same for all microbatches of one update, whose gradients may be
+    added up as they are.
+
+    ``fun`` must read these kernels through `jaxcompact.linear` or the layers of
+    `jaxcompact.nnx` and `jaxcompact.linen`.
+
+    Raises ValueError, before ``fun`` is traced, where ``subspace`` and ``params`` do
+    not fit (see `Subspace`).
+
+    >>> import jax, jax.numpy as jnp, jaxcompact as jc
+    >>> params = {"kernel": jnp.ones((16, 3)), "bias": jnp.zeros(3)}
+    >>> loss = lambda p, x: jc.linear(x, p["kernel"], p["bias"]).sum()
+    >>> subspace = jc.Subspace({"kernel": jc.Projection(rank=4)}, key=jax.random.key(0))
+    >>> grad = jc.value_and_grad(loss, subspace)
+    >>> value, grads = grad(params, jnp.ones((5, 16)), step=0)
+    >>> float(value), grads["kernel"].shape, grads["bias"].tolist()
+    (240.0, (4, 3), [5.0, 5.0, 5.0])
+    """
+
+    def wrapped(params, *args, step: jax.typing.ArrayLike, **kwargs):
+        loss, tree = with_sketches(fun, subspace, params, step)
+        return jax.value_and_grad(loss, has_aux=has_aux)(tree, *args, **kwargs)
+
+    return wrapped
+
+
+def with_sketches(
+    fun: Callable, subspace: Subspace, params: Any, step: jax.typing.ArrayLike
+) -> tuple[Callable, Any]:
+    """``fun`` as a function of zero sketches, and the tree to differentiate it at.
+
+    The tree is ``params`` with float32 zeros ``(*stack, r, m)`` in the place of each
+    kernel in the subspace; the kernels themselves become constants of the function.
+    """
+    slots = subspace.slots(params)
+    generation = subspace.generation(step)
+    # One array of keys a family and stack, so that kernels which are not taken apart
+    # by scan or vmap can be seen to have the same key.
+    keys = {
+        (slot.family, slot.stack): slot.keys(subspace.key, generation)
+        for slot in slots.values()
+    }
+
+    def zeros(path, leaf):
+        slot = slots.get(path_name(path))
+        return leaf if slot is None else jnp.zeros(slot.sketch_shape, jnp.float32)
+
+    def kernel(path, leaf, weight):
+        slot = slots.get(path_name(path))
+        if slot is None:
+            return leaf
+        key = keys[slot.family, slot.stack]
+        return SketchedKernel(
+            weight, leaf, key, slot.path, slot.family, slot.projection
+        )
+
+    def of_sketches(tree, *args, **kwargs):
+        with shared_sketches():
+            return fun(jax.tree.map_with_path(kernel, tree, params), *args, **kwargs)
+
+    return of_sketches, jax.tree.map_with_path(zeros, params)
+
+
+def path_name(path: tuple) -> str:
+    """A leaf's name, ``"layers/attn/q/kernel"``, the same in NNX as in plain trees."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/value")  # of an NNX variable
+
+
+def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:
+        raise ValueError(
+            f"rules: {pattern!r} must match kernels only, floating point of two axes "
+            f"or more, but matches {name!r}, {leaf.dtype.name}{list(leaf.shape)}"
+        )
+    *stack, width, outputs = leaf.shape
+    try:
+        rank = projection.rank_of(width)
+    except ValueError as error:
+        raise ValueError(f"rules[{pattern!r}] for {name!r}: {error}") from None
+    module = name.rpartition("/")[0].rpartition("/")[0]
+    family = f"{module}:{width}:{rank}:{projection.kind}:{projection.codec}"
+    return Slot(name, family, projection, tuple(stack), width, rank, outputs)
+
+
+def _over_axes(fun: Callable, axes: int) -> Callable:
+    for _ in range(axes):
+        fun = (lambda f: lambda *xs: jax.lax.map(lambda x: f(*x), xs))(fun)
+    return fun
+
+
+def _prod(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,1 @@
+"""Quantize an array in groups and pack the codes into bytes."""

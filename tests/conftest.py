@@ -1,0 +1,31 @@
+"""Strict mode: an accidental upcast or broadcast is a memory bug here, so it fails."""
+
+import os
+from pathlib import Path
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+if jax.config.jax_platforms == "cpu" or not os.environ.get("JAXCOMPACT_TEST_GPU"):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real data, which is not in the repository."""
+    path = Path(os.environ.get("JAXCOMPACT_DATA", ROOT.parent / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip(f"real data not found at {path}: set JAXCOMPACT_DATA")
+    return path
+
+
+@pytest.fixture
+def optax_promotion():
+    """optax computes ``decay ** count`` of a float and an int: not strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

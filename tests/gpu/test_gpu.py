@@ -1,0 +1,217 @@
+"""What must hold on a GPU. Needs no pytest: `python tests/gpu/test_gpu.py` runs it all.
+
+Each check also runs on a CPU, where it compares the CPU with itself; cuDNN's attention
+is checked where there is one.
+"""
+
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+
+import jaxcompact as jc  # noqa: E402
+
+KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
+CPU = jax.local_devices(backend="cpu")[0]
+
+
+def on_cpu(fun, *args):
+    with jax.default_device(CPU):
+        return fun(*jax.device_put(args, CPU))
+
+
+def relative(a, b) -> float:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def test_projections_are_the_cpus():
+    """The same key gives the same P on any device, to the last ulps of erf and QR."""
+    for kind in KINDS:
+        projection = jc.Projection(rank=64, kind=kind)
+        key = jax.random.key(0)
+        here = jax.jit(projection.matrix, static_argnums=1)(key, 256)
+        there = on_cpu(lambda k, p=projection: p.matrix(k, 256), key)
+        assert relative(here, there) < 1e-5, (kind, relative(here, there))
+
+
+def test_sketched_gradient_is_the_lifted_exact_one():
+    """P^T G from the exact gradient on the CPU; float32 products at full precision."""
+    x = jax.random.normal(jax.random.key(0), (8, 32, 256))
+    params = {"kernel": jax.random.normal(jax.random.key(1), (256, 128)) / 16}
+    for kind in KINDS:
+        space = jc.Subspace({"kernel": jc.Projection(64, kind)}, jax.random.key(2))
+
+        def loss(params, x):
+            y = jc.linear(x, params["kernel"], precision="highest")
+            return jnp.sum(jnp.sin(y))
+
+        with jax.default_matmul_precision("highest"):
+            grad = jax.jit(
+                lambda p, x, s=space: jc.value_and_grad(loss, s)(p, x, step=0)
+            )
+            sketch = grad(params, x)[1]["kernel"]
+            full = on_cpu(jax.grad(loss), params, x)["kernel"]
+        slot = space.slots(params)["kernel"]
+        p = slot.projection.matrix(slot.keys(space.key, 0), 256)
+        assert relative(sketch, np.asarray(p).T @ np.asarray(full)) < 1e-4, kind
+
+
+def test_codec_is_the_cpus():
+    x = jax.random.normal(jax.random.key(0), (64, 300), jnp.bfloat16)
+    for bits in (4, 8):
+        codec = jc.Quantized(bits=bits)
+        here = jax.jit(lambda x, c=codec: c.decode(c.encode(x)))(x)
+        there = on_cpu(lambda x, c=codec: c.decode(c.encode(x)), x)
+        # A value within an ulp of the middle between two codes may go either way.
+        differ = np.asarray(here, np.float32) != np.asarray(there, np.float32)
+        assert differ.mean() < 1e-3, differ.mean()
+
+
+def training(method, dtype="float32"):
+    from configs import MODELS
+    from training import Training
+
+    schedule = optax.constant_schedule(1e-3)
+    dtype = jnp.dtype(dtype)
+    return Training(MODELS["tiny"], method, schedule, dtype=dtype)
+
+
+def losses(run, steps=6, batch=4, seq=64):
+    step, state, found = jax.jit(run.step), jax.jit(run.init)(), []
+    for i in range(steps):
+        shape = (1, batch, seq + 1)
+        tokens = jax.random.randint(jax.random.key(i), shape, 0, run.cfg.vocab_size)
+        state, measured = step(state, tokens)
+        found.append(float(measured["loss"]))
+    return found
+
+
+def test_training_losses_are_the_cpus():
+    """Every method, six steps, a new P among them, in float32 at full precision."""
+    from methods import Method
+
+    methods = (
+        Method("exact"),
+        Method("remat"),
+        Method("compact", period=3),
+        Method("compact", period=3, kind="countsketch", bits=4),
+        Method("galore", period=3),
+    )
+    for method in methods:
+        with jax.default_matmul_precision("highest"):
+            here = losses(training(method))
+            there = on_cpu(lambda m=method: losses(training(m)))
+        # Adam's first steps are signs: noise in a tiny gradient moves a weight by lr.
+        assert np.allclose(here, there, rtol=1e-3), (method, here, there)
+
+
+def test_bfloat16_training_is_float32s_within_its_rounding():
+    from methods import Method
+
+    for method in (Method("exact"), Method("compact"), Method("compact", bits=4)):
+        low = losses(training(method, "bfloat16"))
+        high = losses(training(method))
+        assert np.allclose(low, high, rtol=2e-2), (method, low, high)
+
+
+def test_training_is_deterministic():
+    from methods import Method
+
+    method = Method("compact", period=3)
+    assert losses(training(method)) == losses(training(method))
+
+
+def test_checkpoints_come_back_from_the_device():
+    """A run's whole state, through orbax and back, on this device."""
+    from checkpoint import Checkpoints
+    from methods import Method
+
+    run = training(Method("compact"))
+    state = jax.jit(run.init)()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder) / "checkpoints")
+        save_and_compare(checkpoints, state)
+
+
+def save_and_compare(checkpoints, state):
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    jax.tree.map(np.testing.assert_array_equal, state, checkpoints.load(1, abstract))
+
+
+def test_compact_saves_memory_in_the_compiled_step():
+    """Compiled bytes of compact at n/8 are below exact's."""
+    from configs import MODELS
+    from methods import Method
+    from training import Training
+
+    def compiled(method):
+        run = Training(
+            MODELS["tiny"],
+            method,
+            optax.constant_schedule(1e-3),
+            dtype=jnp.bfloat16,
+        )
+        tokens = jnp.zeros((1, 64, 257), jnp.int32)
+        step = jax.jit(run.step, donate_argnums=0)
+        m = step.lower(jax.eval_shape(run.init), tokens).compile().memory_analysis()
+        sizes = m.argument_size_in_bytes + m.output_size_in_bytes
+        return sizes + m.temp_size_in_bytes - m.alias_size_in_bytes
+
+    if jax.default_backend() != "gpu":
+        print("not checked: the CPU's memory analysis says nothing of a GPU's")
+        return
+    assert compiled(Method("compact", rank=0.125)) < compiled(Method("exact"))
+
+
+def test_cudnn_attention_is_xlas():
+    if jax.default_backend() != "gpu":
+        print("not checked: cuDNN's attention needs a GPU")
+        return
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, dy = (
+        jax.random.normal(key, (2, 128, 4, 64), jnp.bfloat16) for key in keys
+    )
+
+    def attend(implementation):
+        def f(q, k, v):
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=True, implementation=implementation
+            )
+
+        y, back = jax.vjp(f, q, k, v)
+        return y, *back(dy)
+
+    for a, b in zip(attend("cudnn"), attend("xla"), strict=True):
+        assert relative(a.astype(jnp.float32), b.astype(jnp.float32)) < 2e-2
+
+
+def main() -> int:
+    """Runs every check above; the number that failed."""
+    failed = 0
+    for name, check in list(globals().items()):
+        if name.startswith("test_"):
+            try:
+                check()
+                print(f"passed  {name}", flush=True)
+            except Exception:
+                failed += 1
+                print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+    print(f"{jax.devices()[0].device_kind}: {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

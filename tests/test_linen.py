@@ -1,0 +1,34 @@
+"""jaxcompact.linen beside flax.linen; the shared promises are in contract/."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import jaxcompact as jc
+from jaxcompact import linen as clinen
+
+X = jax.random.normal(jax.random.key(0), (5, 16))
+SUBSPACE = jc.Subspace({"params/kernel": jc.Projection(4)}, jax.random.key(1))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_a_plain_checkpoint_fits(use_bias):
+    plain, ours = nn.Dense(8, use_bias=use_bias), clinen.Dense(8, use_bias=use_bias)
+    variables = plain.init(jax.random.key(2), X)
+    np.testing.assert_array_equal(ours.apply(variables, X), plain.apply(variables, X))
+    grad = jc.value_and_grad(lambda v: jnp.sum(ours.apply(v, X)), SUBSPACE)
+    value, grads = grad(variables, step=0)
+    np.testing.assert_allclose(value, plain.apply(variables, X).sum(), rtol=1e-5)
+    assert grads["params"]["kernel"].shape == (4, 8)
+    assert ("bias" in grads["params"]) == use_bias
+
+
+def test_what_the_sketch_does_not_know_is_refused():
+    layer = clinen.Dense(8, dot_general=jax.lax.dot_general)
+    variables = layer.init(jax.random.key(2), X)
+    with pytest.raises(ValueError, match="dot_general .*'params/kernel', which is in"):
+        jc.value_and_grad(lambda v: layer.apply(v, X).sum(), SUBSPACE)(
+            variables, step=0
+        )

@@ -1,0 +1,105 @@
+"""jaxcompact.nnx beside flax.nnx: the same model, its optimizer, its other state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxcompact as jc
+from jaxcompact import nnx as cnnx
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+class Model(nnx.Module):
+    """A compressed layer, batch statistics and dropout."""
+
+    def __init__(self, rngs, layer=cnnx.Linear):
+        self.first = layer(16, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.second = layer(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(self.dropout(self.norm(self.first(x))))
+
+
+def subspace(period=2) -> jc.Subspace:
+    return jc.Subspace({"first/kernel": jc.Projection(4)}, jax.random.key(1), period)
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+X = jax.random.normal(jax.random.key(0), (32, 16))
+
+
+def test_a_plain_checkpoint_fits():
+    plain, ours = Model(nnx.Rngs(1), nnx.Linear), Model(nnx.Rngs(2))
+    nnx.update(ours, nnx.state(plain))
+    np.testing.assert_array_equal(ours(X), plain(X))
+
+
+def test_trains_with_nnx_optimizer_across_a_new_projection():
+    """The same updates as on the bare parameter tree, and other state goes along."""
+    space = subspace()
+    tx = jc.subspace_adamw(1e-2, space)
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grad = cnnx.value_and_grad(loss, space)
+        value, grads = grad(model, X, step=optimizer.step.get_value())
+        optimizer.update(model, grads)
+        return value
+
+    twin = Model(nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(twin, nnx.Param, ...)
+    state = tx.init(nnx.to_pure_dict(params))
+    params = nnx.to_pure_dict(params)
+
+    def bare(params, rest):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        return loss(model, X), nnx.state(model, nnx.Not(nnx.Param))
+
+    before = model.norm.mean[...]
+    for i in range(5):
+        value = step(model, optimizer)
+        (expected, rest), grads = jax.jit(jc.value_and_grad(bare, space, has_aux=True))(
+            params, rest, step=i
+        )
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert not np.array_equal(before, model.norm.mean[...])
+    np.testing.assert_allclose(
+        model.first.kernel[...], params["first"]["kernel"], rtol=1e-4, atol=1e-6
+    )
+    assert int(jc.update_count(state)) == 5
+
+
+def test_has_aux():
+    def with_aux(model, x):
+        return loss(model, x), "aux"
+
+    grad = cnnx.value_and_grad(with_aux, subspace(), has_aux=True)
+    (value, aux), grads = grad(Model(nnx.Rngs(0)), X, step=0)
+    assert aux == "aux" and value.shape == ()
+    assert grads["first"]["kernel"].get_value().shape == (4, 8)
+
+
+@pytest.mark.parametrize("argument", ["dot_general", "preferred_element_type"])
+def test_what_the_sketch_does_not_know_is_refused(argument):
+    def product(*args, **kwargs):
+        return jax.lax.dot_general(*args, **kwargs)
+
+    given = {argument: product if argument == "dot_general" else jnp.float32}
+    model = nnx.Dict(first=cnnx.Linear(16, 8, rngs=nnx.Rngs(0), **given))
+    assert model.first(X).shape == (32, 8)
+    with pytest.raises(
+        ValueError, match="dot_general.*'first/kernel', which is in the"
+    ):
+        cnnx.value_and_grad(lambda m, x: m.first(x).sum(), subspace())(model, X, step=0)

@@ -1,0 +1,116 @@
+"""Projections: E[P P^T] = I, the variance that each kind promises, and its algebra."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcompact as jc
+
+KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
+# Ranks that divide the width, that do not, one, and the width itself.
+SIZES = [(24, 8), (24, 7), (10, 1), (12, 12)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "rank"), SIZES)
+def test_unbiased_with_the_promised_variance(kind, width, rank):
+    """Over 4000 keys: the mean of P P^T G is G, its spread is `variance`.
+
+    The mean of K draws has relative error sqrt(variance / K); 4.5 of them is beyond
+    1 - 1e-5 of the draws by normal theory. The measured variance is
+    a mean of K positive numbers, whose own spread is measured and allowed 5 times.
+    """
+    projection = jc.Projection(rank=rank, kind=kind)
+    g = jax.random.normal(jax.random.key(3), (width, 3))
+
+    def estimate(key):
+        p = projection.matrix(key, width)
+        return p @ (p.T @ g)
+
+    draws = jax.vmap(estimate)(jax.random.split(jax.random.key(0), 4000))
+    norm = float(jnp.sum(g**2))
+    variance = projection.variance(width)
+    bias = float(jnp.sum((draws.mean(0) - g) ** 2)) / norm
+    assert bias <= 4.5**2 * variance / 4000 + 1e-10
+    errors = np.asarray(jnp.sum((draws - g[None]) ** 2, axis=(1, 2))) / norm
+    spread = 5 * errors.std() / np.sqrt(4000)
+    assert abs(errors.mean() - variance) <= spread + 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "rank"), SIZES)
+def test_project_and_lift_multiply_by_the_matrix(kind, width, rank):
+    projection = jc.Projection(rank=rank, kind=kind)
+    key = jax.random.key(5)
+    p = projection.matrix(key, width)
+    assert p.shape == (width, rank) and p.dtype == jnp.float32
+    x = jax.random.normal(jax.random.key(1), (2, 5, width))
+    n = jax.random.normal(jax.random.key(2), (rank, 4))
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(projection.project(key, x), x @ p, **close)
+    np.testing.assert_allclose(projection.lift(key, n, width), p @ n, **close)
+
+
+@pytest.mark.parametrize("kind", ["orthonormal", "countsketch"])
+def test_columns_are_orthogonal(kind):
+    p = jc.Projection(rank=6, kind=kind).matrix(jax.random.key(0), 24)
+    np.testing.assert_allclose(p.T @ p, 4 * np.eye(6), atol=1e-5)
+
+
+def test_orthonormal_at_full_rank_is_exact_and_gaussian_is_not():
+    g = jax.random.normal(jax.random.key(3), (16, 3))
+    exact = jc.Projection(rank=1.0, kind="orthonormal").matrix(jax.random.key(0), 16)
+    np.testing.assert_allclose(exact @ (exact.T @ g), g, atol=1e-5)
+    assert jc.Projection(rank=1.0).variance(16) == pytest.approx(17 / 16)
+
+
+def test_matrix_is_a_function_of_the_key_alone():
+    projection = jc.Projection(rank=4)
+    key = jax.random.key(0)
+    once, again = (
+        projection.matrix(key, 16),
+        jax.jit(projection.matrix, static_argnums=1)(key, 16),
+    )
+    np.testing.assert_array_equal(once, again)
+    other = projection.matrix(jax.random.key(1), 16)
+    assert np.abs(np.corrcoef(once.ravel(), other.ravel())[0, 1]) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("rank", "width", "expected"),
+    [
+        (0.25, 1024, 256),
+        (0.25, 2736, 704),  # 684 is no multiple of 64
+        (0.125, 128, 16),  # too narrow for 64
+        (0.25, 344, 64),
+        (1.0, 100, 100),
+        (0.001, 16, 1),
+        (8, 768, 8),
+        (1, 768, 1),
+    ],
+)
+def test_rank_of(rank, width, expected):
+    assert jc.Projection(rank=rank).rank_of(width) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, "rank must be a positive number, got 0"),
+        ({"rank": -0.5}, "rank must be a positive number, got -0.5"),
+        ({"rank": float("nan")}, "rank must be a positive number, got nan"),
+        ({"rank": True}, "rank must be a positive number, got True"),
+        ({"rank": 1.5}, "fraction of the width of at most 1.0, got 1.5"),
+        ({"rank": 4, "kind": "fourier"}, "kind must be one of .*, got 'fourier'"),
+        ({"rank": 4, "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jc.Projection(**arguments)
+
+
+def test_a_rank_above_the_width_is_refused():
+    with pytest.raises(ValueError, match="above the layer's input width 16, got 32"):
+        jc.Projection(rank=32).rank_of(16)

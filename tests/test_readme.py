@@ -1,0 +1,45 @@
+"""README's code runs as it stands, and its shell lines name what is there."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_python_blocks_run_in_order(optax_promotion):
+    assert len(blocks("python")) >= 3
+    namespace = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+def test_shell_blocks_name_make_targets_and_scripts_that_exist():
+    lines = [line for block in blocks("sh") for line in block.splitlines()]
+    assert lines
+    for line in lines:
+        words = line.split("#")[0].split()
+        if words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True)
+        else:
+            assert words[0] == "python" and (ROOT / words[1]).is_file(), line
+
+
+def test_pretraining_options_in_the_readme_are_understood():
+    import options
+
+    for line in "\n".join(blocks("sh")).splitlines():
+        if line.startswith("python train/pretrain.py --model"):
+            options.parse(line.split()[2:])
+
+
+@pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)]+)\)", README))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).exists()

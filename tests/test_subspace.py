@@ -1,0 +1,185 @@
+"""Subspace: which kernels, which P, and what is refused before anything is traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcompact as jc
+
+PARAMS = {
+    "layers": {
+        "attn": {
+            "q": {"kernel": jnp.ones((3, 16, 16))},
+            "k": {"kernel": jnp.ones((3, 16, 8))},
+        },
+        "mlp": {"down": {"kernel": jnp.ones((3, 40, 16)), "bias": jnp.ones((3, 16))}},
+    },
+    "head": {"kernel": jnp.ones((16, 32))},
+}
+EVERY = {r"layers/.*/kernel": jc.Projection(rank=0.25)}
+
+
+def subspace(rules=None, **kwargs) -> jc.Subspace:
+    arguments = {"key": jax.random.key(0), "period": 5} | kwargs
+    return jc.Subspace(EVERY if rules is None else rules, **arguments)
+
+
+def test_slots():
+    slots = subspace().slots(PARAMS)
+    assert {path: slot.sketch_shape for path, slot in slots.items()} == {
+        "layers/attn/q/kernel": (3, 4, 16),
+        "layers/attn/k/kernel": (3, 4, 8),
+        "layers/mlp/down/kernel": (3, 10, 16),
+    }
+    q, k, down = (
+        slots[f"layers/{name}/kernel"] for name in ("attn/q", "attn/k", "mlp/down")
+    )
+    assert q.family == k.family != down.family
+
+
+def test_the_first_rule_that_matches_decides():
+    rules = {r".*/q/kernel": jc.Projection(rank=2)} | EVERY
+    slots = subspace(rules).slots(PARAMS)
+    assert slots["layers/attn/q/kernel"].rank == 2
+    assert slots["layers/attn/k/kernel"].rank == 4
+
+
+def keys_of(space, path="layers/attn/q/kernel", step=0):
+    slot = space.slots(PARAMS)[path]
+    return jax.random.key_data(slot.keys(space.key, space.generation(step)))
+
+
+def test_keys_depend_on_key_family_layer_and_generation_alone():
+    space = subspace()
+    base = keys_of(space)
+    assert len(np.unique(base, axis=0)) == 3  # one a layer
+    np.testing.assert_array_equal(base, keys_of(space, "layers/attn/k/kernel"))
+    np.testing.assert_array_equal(base, keys_of(space, step=4))
+    np.testing.assert_array_equal(base, jax.jit(lambda s: keys_of(space, step=s))(4))
+    others = [
+        keys_of(space, "layers/mlp/down/kernel"),
+        keys_of(space, step=5),
+        keys_of(subspace(key=jax.random.key(1))),
+    ]
+    for other in others:
+        assert not (base == other).all(axis=1).any()
+
+
+def linear_loss(params, x):
+    return jnp.sum(jnp.sin(jc.linear(x, params["head"]["kernel"])))
+
+
+def test_microbatches_of_one_update_add_up():
+    """P is constant within a step, so sketches sum like gradients; and in float32."""
+    space = subspace({r"head/kernel": jc.Projection(rank=4)})
+    x = jax.random.normal(jax.random.key(1), (8, 16))
+    grad = jc.value_and_grad(linear_loss, space)
+    for step in (0, 4):
+        whole = grad(PARAMS, x, step=step)[1]["head"]["kernel"]
+        halves = [
+            grad(PARAMS, part, step=step)[1]["head"]["kernel"]
+            for part in (x[:4], x[4:])
+        ]
+        assert whole.dtype == jnp.float32
+        np.testing.assert_allclose(sum(halves), whole, rtol=1e-4, atol=1e-5)
+    other = grad(PARAMS, x, step=5)[1]["head"]["kernel"]
+    assert not np.allclose(other, whole, atol=0.1)
+
+
+def test_bfloat16_parameters_have_float32_sketches():
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), PARAMS)
+    space = subspace({r"head/kernel": jc.Projection(rank=4)})
+    x = jnp.ones((8, 16), jnp.bfloat16)
+    _, grads = jc.value_and_grad(linear_loss, space)(params, x, step=0)
+    assert grads["head"]["kernel"].dtype == jnp.float32
+
+
+def test_has_aux_and_keyword_arguments():
+    space = subspace({r"head/kernel": jc.Projection(rank=4)})
+
+    def fun(params, *, x):
+        return linear_loss(params, x), x.shape
+
+    grad = jc.value_and_grad(fun, space, has_aux=True)
+    (value, aux), _ = grad(PARAMS, x=jnp.ones((2, 16)), step=0)
+    assert aux == (2, 16)
+    np.testing.assert_allclose(value, linear_loss(PARAMS, jnp.ones((2, 16))))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rules": {}}, "rules must hold at least one pattern"),
+        (
+            {"rules": {"(": jc.Projection(1)}},
+            r"rules: '\(' must be a regular expression",
+        ),
+        ({"rules": {"a": 0.25}}, r"rules\['a'\] must be a Projection, got 0.25"),
+        ({"key": 0}, r"key must be a typed PRNG key, jax.random.key\(seed\), got 0"),
+        (
+            {"key": jax.random.key_data(jax.random.key(0))},
+            "key must be a typed PRNG key",
+        ),
+        (
+            {"key": jax.random.split(jax.random.key(0))},
+            r"one key, got an array of \(2,\)",
+        ),
+        ({"period": 0}, "period must be a positive int, got 0"),
+        ({"period": 2.5}, "period must be a positive int, got 2.5"),
+        ({"period": True}, "period must be a positive int, got True"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        subspace(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (
+            {"nothing/kernel": jc.Projection(4)},
+            "'nothing/kernel' matches no parameter.*layers/attn/q/kernel",
+        ),
+        (
+            EVERY | {".*/q/kernel": jc.Projection(4)},
+            "'.*/q/kernel' matches no parameter .*earlier rule",
+        ),
+        (
+            {r"layers/mlp/down/.*": jc.Projection(4)},
+            None,
+        ),
+        (
+            {"head/kernel": jc.Projection(17)},
+            r"rules\['head/kernel'\] for 'head/kernel': rank must not be above "
+            "the layer's input width 16, got 17",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused_before_tracing(rules, message):
+    space = subspace(rules)
+
+    def never(params):
+        raise AssertionError("was traced")
+
+    if message is None:  # a stacked bias looks like a kernel of one layer axis less
+        params = {
+            "layers": {
+                "mlp": {"down": {"kernel": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+            }
+        }
+        message = r"must match kernels only.*'layers/mlp/down/bias', float32\[4\]"
+    else:
+        params = PARAMS
+    with pytest.raises(ValueError, match=message):
+        jc.value_and_grad(never, space)(params, step=0)
+    with pytest.raises(ValueError, match=message):
+        jc.subspace_adamw(1e-3, space).init(params)
+
+
+def test_an_integer_kernel_is_refused():
+    with pytest.raises(ValueError, match=r"'head/kernel', int32\[4, 4\]"):
+        subspace({"head/kernel": jc.Projection(2)}).slots(
+            {"head": {"kernel": jnp.ones((4, 4), jnp.int32)}}
+        )

@@ -1,0 +1,143 @@
+import json
+import math
+import time
+
+import jax.numpy as jnp
+import pytest
+
+import curves
+import metrics
+from metrics import Log, NotFinite
+
+
+def measured(loss: float, norm: float = 1.0):
+    return {"loss": jnp.float32(loss), "gradient_norm": jnp.float32(norm)}
+
+
+def make_log(folder, start=0, steps=6, every=2):
+    return Log(folder, start=start, steps=steps, every=every, tokens=100)
+
+
+def rows_of(folder):
+    return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_has_a_row_and_each_interval_a_line(tmp_path, capsys):
+    with make_log(tmp_path) as log:
+        for step in range(1, 7):
+            log.train(step, measured(8.0 - step))
+        log.flush()
+        log.validation(6, 1.5)
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 6]
+    assert [row["loss"] for row in rows[:6]] == [7, 6, 5, 4, 3, 2]
+    assert [row["step"] for row in rows if "tokens_per_second" in row] == [2, 4, 6]
+    assert rows[3]["perplexity"] == pytest.approx(math.exp(4.5))
+    assert rows[-1] == {
+        "step": 6,
+        "valid_loss": 1.5,
+        "valid_perplexity": pytest.approx(math.exp(1.5)),
+    }
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    for part in ("step      4/6", "loss 4.5000", "ppl 90.02", "tokens/s", "ms/step"):
+        assert part in lines[1]
+    assert "MiB" in lines[1] and "eta 0:0" in lines[1]
+
+
+def test_a_step_is_recorded_when_the_next_one_is_under_way(tmp_path):
+    with make_log(tmp_path) as log:
+        log.train(1, measured(2.0))
+        assert rows_of(tmp_path) == []
+        log.train(2, measured(2.0))
+        assert [row["step"] for row in rows_of(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_or_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path, bad):
+    with make_log(tmp_path) as log:
+        log.train(1, measured(2.0))
+        log.train(2, measured(bad))
+        with pytest.raises(NotFinite, match=f"loss of step 2 is {bad}"):
+            log.train(3, measured(2.0))
+        log.train(4, measured(2.0, norm=bad))
+        with pytest.raises(NotFinite, match="gradient norm of step 4"), log.paused():
+            pytest.fail("a pause begins when the last step is known to be good")
+    assert all(math.isfinite(row["loss"]) for row in rows_of(tmp_path))
+
+
+def test_a_resumed_run_drops_the_rows_after_its_checkpoint(tmp_path):
+    with make_log(tmp_path) as log:
+        for step in range(1, 5):
+            log.train(step, measured(step))
+        log.flush()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while writing
+    with make_log(tmp_path, start=2) as log:
+        log.train(3, measured(30.0))
+        log.flush()
+    assert [row["loss"] for row in rows_of(tmp_path)] == [1, 2, 30]
+
+
+def test_a_pause_does_not_count_as_training(tmp_path):
+    with make_log(tmp_path, every=1) as log:
+        log.train(1, measured(1.0))
+        with log.paused():
+            time.sleep(0.5)
+        log.train(2, measured(1.0))
+        log.flush()
+    assert rows_of(tmp_path)[1]["step_ms"] < 400
+    assert log.speed > 2 * 100 / 0.4
+
+
+def test_a_terminal_has_a_bar_that_lines_do_not_run_into(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    with make_log(tmp_path, steps=4, every=4) as log:
+        for step in (1, 2):
+            log.train(step, measured(3.0))
+        log.flush()
+        log.say("a line")
+    out = capsys.readouterr().out
+    assert f"\r\x1b[K[{'#' * 15}{'.' * 15}] 2/4  loss 3.0000" in out
+    assert "\r\x1b[Ka line\n" in out
+
+
+def test_without_a_terminal_there_is_no_bar(tmp_path, capsys):
+    with make_log(tmp_path) as log:
+        log.train(1, measured(3.0))
+        log.flush()
+    assert capsys.readouterr().out == ""
+
+
+def test_tensorboard_gets_the_rows_where_it_is_installed(tmp_path):
+    pytest.importorskip("tensorboardX")
+    with make_log(tmp_path) as log:
+        log.train(1, measured(3.0))
+        log.flush()
+    [events] = (tmp_path / "tensorboard").iterdir()
+    assert b"gradient_norm" in events.read_bytes()
+
+
+def test_memory_in_use_is_that_of_this_process():
+    assert 2**26 < metrics.memory_in_use() < 2**40
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3600 * 30 + 62, "30:01:02")]
+)
+def test_durations(seconds, text):
+    assert metrics.duration(seconds) == text
+
+
+def test_curves_are_drawn_for_every_method(tmp_path):
+    pytest.importorskip("matplotlib")
+    assert curves.plot(tmp_path) is None
+    for name in ("exact", "compact"):
+        (tmp_path / name).mkdir()
+        with make_log(tmp_path / name) as log:
+            log.train(1, measured(3.0))
+            log.flush()
+            log.validation(1, 2.0)
+    path = curves.plot(tmp_path)
+    assert path == tmp_path / "curves.png"
+    assert path.read_bytes().startswith(b"\x89PNG")

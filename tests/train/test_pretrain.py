@@ -1,0 +1,436 @@
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import configs
+import pretrain
+from configs import ModelConfig
+from jaxcompact import Quantized
+from methods import Method
+from summary import linear_input_bytes
+from training import Training
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+TRAIN = Path(pretrain.__file__).parent
+SMALL = ["--batch-size", "4", "--seq-len", "16", "--eval-batches", "2"]
+TINY = configs.MODELS["tiny"]
+MICRO = ModelConfig(width=32, ff=48, layers=2, heads=4, max_seq=64)
+
+
+def text(lines: int = 400) -> str:
+    """Lines of ten words, in an order that no two lines share."""
+    words = "the a of to and cat dog tree house river sees makes finds".split()
+    order = random.Random(0)
+    return "\n".join(" ".join(order.choices(words, k=10)) for _ in range(lines))
+
+
+@pytest.fixture(autouse=True)
+def micro_model(monkeypatch):
+    monkeypatch.setitem(configs.MODELS, "tiny", MICRO)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text(text())
+    return path
+
+
+def rows_of(folder: Path) -> list[dict]:
+    return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in rows_of(folder) if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def arguments(book) -> list[str]:
+    return [
+        *("--data", str(book), *SMALL, "--steps", "10", "--log-every", "5"),
+        *("--eval-every", "4", "--checkpoint-every", "4", "--period", "3"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory, arguments):
+    """The folder and the printed text of a run of ten steps, exact beside compact."""
+    out = tmp_path_factory.mktemp("example")
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        jax.numpy_dtype_promotion("standard"),
+        contextlib.redirect_stdout(printed),
+    ):
+        patch.setitem(configs.MODELS, "tiny", MICRO)
+        assert pretrain.main([*arguments, "--out", str(out)]) == 0
+    return out, printed.getvalue()
+
+
+@pytest.fixture
+def finished(example, tmp_path) -> Path:
+    """A copy of the example to change."""
+    return shutil.copytree(example[0], tmp_path / "finished")
+
+
+# --- one run ---------------------------------------------------------------------
+
+
+def test_both_methods_learn_and_stand_side_by_side(example):
+    out, printed = example
+    table = printed[printed.index("validation loss  perplexity") :].splitlines()
+    names = [line.split()[0] for line in table[1:3]]
+    assert names == ["compact", "exact"]
+    summaries = {}
+    for name, line in zip(names, table[1:3], strict=True):
+        folder = out / name
+        summary = summaries[name] = json.loads((folder / "summary.json").read_text())
+        valid = [row["valid_loss"] for row in rows_of(folder) if "valid_loss" in row]
+        assert valid[-1] == summary["valid_loss"] < valid[0] < math.log(257)
+        assert f"{summary['valid_loss']:.4f}" in line
+        assert sorted(losses_of(folder)) == list(range(1, 11))
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["10", "8"]
+    # The methods begin with the same weights and the same batch.
+    first = [losses_of(out / name)[1] for name in names]
+    assert first[0] == pytest.approx(first[1], rel=1e-5)
+    for held in ("gradient_bytes", "optimizer_bytes", "linear_input_bytes"):
+        assert summaries["compact"][held] < summaries["exact"][held]
+
+
+def test_it_says_what_it_reads_and_where_it_writes(example):
+    out, printed = example
+    assert printed.startswith("data: 1 document, ")
+    assert "compiled in" in printed and str(out / "exact") in printed
+    assert "step     10/10  loss" in printed and "tokens/s" in printed
+
+
+def test_curves_are_drawn(example):
+    pytest.importorskip("matplotlib")
+    assert (example[0] / "curves.png").exists()
+
+
+def test_gradients_and_optimizer_state_are_counted_by_hand(example):
+    """float32; matrices q, k, v 32x32, gate, up 32x48, down 48x32, at rank n/4."""
+    rest = 2 * 257 * 32 + 32 + 2 * (2 * 32 + 32 * 32)  # embedding, head, norms, o
+    exact = rest + 2 * (3 * 32 * 32 + 3 * 32 * 48)
+    compact = rest + 2 * (3 * 8 * 32 + 2 * 8 * 48 + 12 * 32)
+    for name, size in (("exact", exact), ("compact", compact)):
+        summary = json.loads((example[0] / name / "summary.json").read_text())
+        assert summary["gradient_bytes"] == 4 * size
+        # Two moments; Adam's and the schedule's counts, and the subspace's own state.
+        assert 0 < summary["optimizer_bytes"] - 2 * 4 * size <= 32
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (Method("exact"), 100 * (128 + 128 + 352) * 2),
+        (Method("galore"), 100 * (128 + 128 + 352) * 2),
+        (Method("remat"), 0),
+        # A quarter of 352 is 88, which as a rank becomes a multiple of 64.
+        (Method("compact"), 100 * (32 + 32 + 64) * 2),
+        (
+            Method("compact", rank=0.5, bits=4),
+            2 * Quantized(bits=4).nbytes((100, 64)) + Quantized(4).nbytes((100, 192)),
+        ),
+    ],
+)
+def test_linear_inputs_are_counted_once_for_those_that_share_them(method, expected):
+    job = Training(TINY, method, lambda _: 1e-3, dtype=jnp.bfloat16)
+    counted = linear_input_bytes(job, job.abstract.params, tokens=100)
+    assert counted == TINY.layers * expected
+
+
+# --- resuming --------------------------------------------------------------------
+
+
+def run(arguments: list[str], out: Path, **keywords) -> subprocess.Popen:
+    compiled = out.parent / "compiled"  # by the first run, for all
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(TRAIN.parent),
+    }
+    return subprocess.Popen(
+        [sys.executable, str(TRAIN / "pretrain.py"), *arguments, "--out", str(out)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **keywords,
+    )
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    """Until there is a checkpoint of the step or a later one, and rows after it."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        saved = [p.name for p in folder.glob("checkpoints/*") if p.name.isdecimal()]
+        if any(int(name) >= step for name in saved):
+            rows = (folder / "metrics.jsonl").read_text().split("\n")[:-1]
+            if json.loads(rows[-1])["step"] > max(map(int, saved)):
+                return
+        time.sleep(0.01)
+    process.kill()
+    pytest.fail(f"no step after checkpoint {step}: {process.communicate()[0]}")
+
+
+def test_a_killed_and_a_stopped_run_repeat_the_losses_of_an_undisturbed_one(
+    book, tmp_path
+):
+    """Bit by bit, across changes of P: one each third step, a checkpoint each 4th."""
+    arguments = [
+        *("--data", str(book), *SMALL, "--method", "compact", "--period", "3"),
+        *("--steps", "240", "--checkpoint-every", "4", "--eval-every", "100"),
+    ]
+    undisturbed = run(arguments, tmp_path / "undisturbed")
+    printed = undisturbed.communicate()[0]
+    assert undisturbed.returncode == 0, printed
+
+    out = tmp_path / "disturbed"
+    folder = out / "compact"
+    killed = run(arguments, out)
+    wait_for_step(killed, folder, 20)
+    killed.kill()
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+
+    stopped = run([*arguments, "--resume"], out)
+    wait_for_step(stopped, folder, 80)
+    stopped.terminate()
+    printed = stopped.communicate()[0]
+    assert stopped.returncode == 128 + signal.SIGTERM, printed
+    last = max(losses_of(folder))
+    assert f"SIGTERM: saving step {last}" in printed
+    assert (folder / "checkpoints" / str(last)).is_dir()
+    assert 80 < last < 240
+
+    finished = run([*arguments, "--resume"], out)
+    printed = finished.communicate()[0]
+    assert finished.returncode == 0, printed
+    expected = losses_of(tmp_path / "undisturbed" / "compact")
+    assert len(expected) == 240
+    assert losses_of(folder) == expected
+    assert [row["step"] for row in rows_of(folder) if "loss" in row] == sorted(expected)
+
+
+def test_ctrl_c_saves_and_exits(book, tmp_path):
+    arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "5000"]
+    process = run([*arguments, "--checkpoint-every", "5"], tmp_path / "out")
+    wait_for_step(process, tmp_path / "out" / "exact", 5)
+    process.send_signal(signal.SIGINT)
+    printed = process.communicate()[0]
+    assert process.returncode == 128 + signal.SIGINT, printed
+    assert "SIGINT: saving step" in printed and "Traceback" not in printed
+
+
+def test_a_finished_run_is_not_trained_again(finished, arguments, capsys):
+    before = rows_of(finished / "exact")
+    assert pretrain.main([*arguments, "--out", str(finished), "--resume"]) == 0
+    assert rows_of(finished / "exact") == before
+    printed = capsys.readouterr().out
+    assert f"{finished / 'compact'} is finished: step 10 of 10" in printed
+    assert "validation loss  perplexity" in printed
+
+
+def test_going_back_to_a_step_repeats_what_followed(finished, arguments):
+    folder = finished / "compact"
+    before = losses_of(folder)
+    only = [*arguments, "--out", str(finished), "--method", "compact"]
+    assert pretrain.main([*only, "--resume", "8"]) == 0
+    assert losses_of(folder) == before
+    assert len(rows_of(folder)) == 10 + 3
+
+
+def refused(capsys, arguments: list[str]) -> str:
+    """The error, which comes with exit code 2 and before any training."""
+    try:
+        code = pretrain.main(arguments)
+    except SystemExit as error:
+        code = error.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert "compiled" not in captured.out
+    error = captured.err.splitlines()[-1]
+    assert error.startswith("pretrain.py: error: ")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (["--seed", "1"], "seed was 0 and is 1 now"),
+        (["--rank", "0.5"], "rank was 0.25 and is 0.5 now"),
+        (["--kind", "sparse"], "kind was 'gaussian' and is 'sparse' now"),
+        (["--period", "4"], "period was 3 and is 4 now"),
+        (["--seq-len", "8"], "seq_len was 16 and is 8 now"),
+        (["--steps", "20"], "steps was 10 and is 20 now"),
+        (["--dtype", "bfloat16"], "dtype was 'float32' and is 'bfloat16' now"),
+        (["--model", "60m"], "model was 'tiny' and is '60m' now"),
+    ],
+)
+def test_another_run_is_not_resumed(finished, arguments, capsys, change, told):
+    same = [*arguments, "--method", "compact", "--out", str(finished), "--resume"]
+    error = refused(capsys, [*same, *change])
+    assert str(finished / "compact") in error and told in error
+
+
+def test_other_data_is_not_resumed(finished, arguments, capsys, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text(300))
+    same = [*arguments, "--out", str(finished), "--resume", "--data", str(other)]
+    assert "train_tokens was" in refused(capsys, same)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_good_one_works(
+    finished, arguments, capsys
+):
+    folder = finished / "exact"
+    before = losses_of(folder)
+    files = (folder / "checkpoints" / "10").rglob("*")
+    largest = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:1000])
+    arguments = [x for x in arguments if x not in ("--period", "3")]
+    only = [*arguments, "--method", "exact", "--out", str(finished)]
+    error = refused(capsys, [*only, "--resume"])
+    assert f"{folder / 'checkpoints' / '10'} is damaged" in error
+    assert "the previous good one is step 8" in error and "--resume 8" in error
+    assert pretrain.main([*only, "--resume", "8"]) == 0
+    assert losses_of(folder) == before
+
+
+def test_checkpoints_of_unknown_origin_are_refused(finished, arguments, capsys):
+    (finished / "exact" / "config.json").unlink()
+    error = refused(capsys, [*arguments, "--out", str(finished), "--resume"])
+    assert "which run it holds is unknown" in error
+
+
+def test_a_run_is_not_overwritten_by_accident(finished, arguments, capsys):
+    error = refused(capsys, [*arguments, "--out", str(finished)])
+    assert f"{finished / 'exact'} holds a run already" in error
+    assert "--resume" in error and "--overwrite" in error and "--out" in error
+
+
+# --- what goes wrong -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_every", "told", "kept"),
+    [
+        (4, "loss of step 7 is nan; the last good checkpoint is step 4", ["4"]),
+        (2, "step 6 is not finite; the last good checkpoint is step 4", ["2", "4"]),
+        (50, "loss of step 7 is nan; there is no checkpoint yet", []),
+    ],
+)
+def test_what_is_not_finite_stops_the_run_and_is_not_saved(
+    book, tmp_path, capsys, monkeypatch, checkpoint_every, told, kept
+):
+    """An infinite learning rate from the sixth update on."""
+
+    def schedule(*_):
+        return lambda count: jnp.where(count < 5, 1e-3, jnp.inf)
+
+    monkeypatch.setattr(pretrain, "warmup_cosine", schedule)
+    arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "20"]
+    every = ["--checkpoint-every", str(checkpoint_every)]
+    assert pretrain.main([*arguments, *every, "--out", str(tmp_path)]) == 1
+    assert told in capsys.readouterr().err
+    assert max(losses_of(tmp_path / "exact")) == 6
+    assert sorted(p.name for p in tmp_path.glob("exact/checkpoints/*")) == kept
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--stepz", "3"], "unrecognized arguments: --stepz"),
+        (["--step", "3"], "unrecognized arguments: --step"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--steps", "0"], "--steps must be positive, got 0"),
+        (["--model", "2b"], "argument --model: invalid choice: '2b'"),
+        (["--method", "exact,adam"], "--method must be one or several of exact, remat"),
+        (["--method", "exact,exact"], "got 'exact,exact'"),
+        (["--method", "exact", "--bits", "4"], "--bits is not an option of exact"),
+        (["--rank", "0.0"], "rank must be a positive number, got 0.0"),
+        (["--rank", "1.5"], "at most 1.0, got 1.5"),
+        (["--rank", "33"], "rank must not be above the layer's input width 32, got 33"),
+        (["--bits", "5"], "bits must be one of 16, 8, 4, got 5"),
+        (["--kind", "dense"], "argument --kind: invalid choice: 'dense'"),
+        (["--period", "0"], "--period must be positive, got 0"),
+        (["--alpha", "-1"], "--alpha must be positive, got -1.0"),
+        (["--lr", "nan"], "--lr must be positive, got nan"),
+        (["--warmup", "1"], "--warmup must be in [0, 1), got 1.0"),
+        (
+            ["--batch-size", "6"],
+            "number of devices, 1 * 4, got 6",
+        ),
+        (["--accumulate", "2"], "2 * 4, got 4"),
+        (["--seq-len", "65"], "--seq-len must be at most 64"),
+        (["--data", "no/such/file"], "no/such/file: no such file or directory"),
+        (["--tokenizer", "no.json"], "no.json"),
+        (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        (["--resume", "4"], "--resume STEP needs one --method"),
+    ],
+)
+def test_a_wrong_option_is_said_before_any_training(
+    book, tmp_path, capsys, arguments, told
+):
+    defaults = ["--data", str(book), *SMALL, "--out", str(tmp_path / "out")]
+    assert told in refused(capsys, [*defaults, *arguments])
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_without_text_is_said_before_any_training(tmp_path, capsys):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    assert f"{empty}: " in refused(capsys, ["--data", str(empty), *SMALL])
+
+
+def test_a_text_shorter_than_a_sequence_is_said_before_any_training(tmp_path, capsys):
+    short = tmp_path / "short.txt"
+    short.write_text("A few words.\n" * 10)
+    error = refused(capsys, ["--data", str(short), *SMALL])
+    assert "16 tokens" in error and "need 17" in error
+
+
+def test_corrupt_lines_are_skipped_and_reported(tmp_path, capsys):
+    lines = tmp_path / "lines.jsonl"
+    good = [json.dumps({"text": line}) for line in text(60).splitlines()]
+    lines.write_text("\n".join([*good, '{"text": "cut']))
+    pretrain.main(["--data", str(lines), *SMALL, "--rank", "33"])  # read, then refused
+    assert "1 line skipped (corrupt; first: " in capsys.readouterr().out
+
+
+def test_help_names_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        pretrain.main(["--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "--output-alpha",
+        "(default: exact,compact)",
+        "then a cosine to 10 % (default: 0.1)",
+        "or 4 (default: 16)",
+    ):
+        assert part in printed

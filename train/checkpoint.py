@@ -1,0 +1,169 @@
+"""Checkpoints: written by Orbax in the background, sealed, and checked before use.
+
+    checkpoints/
+      40/state/...       what Orbax writes
+      40/seal.json       names, shapes, dtypes of the state; size and CRC of each file
+      60.unfinished/     being written: becomes 60 by one rename
+
+A folder named by a number is therefore complete, and one that does not match its seal
+was damaged later or comes from elsewhere. Orbax alone would load flipped bits.
+"""
+
+import json
+import shutil
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from jaxcompact.subspace import path_name
+
+_UNFINISHED = ".unfinished"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be resumed from; the message names one that can."""
+
+
+class Checkpoints:
+    """The newest ``keep`` checkpoints of one run.
+
+    A context manager: leaving it waits for the checkpoint that is being written.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2):
+        self.folder, self.keep = Path(folder).absolute(), keep
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future | None = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.wait()
+        self._writer.shutdown()
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints, damaged ones too, in order."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal())
+
+    def save(self, step: int, state: Any) -> None:
+        """Writes a pytree of arrays in the background; they may be donated at once.
+
+        Waits for the checkpoint before, and raises what its writing raised.
+        """
+        self.wait()
+        unfinished = self.folder / f"{step}{_UNFINISHED}"
+        unfinished.mkdir(parents=True)
+        leaves = _describe(state)
+        # The caller may donate the state as soon as this returns: it is on the host by
+        # then. On a CPU that is a view, and JAX donates no buffer that has one.
+        response = ocp.save_async(unfinished / "state", state)
+        self._pending = self._writer.submit(
+            self._finish, unfinished, step, leaves, response
+        )
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load(self, step: int, abstract: Any) -> Any:
+        """The state saved at ``step``, placed as ``abstract``'s leaves say.
+
+        ``abstract`` is a tree of `jax.ShapeDtypeStruct`. Use `check` first.
+        """
+        return ocp.load(self._path(step) / "state", abstract)
+
+    def check(self, step: int, abstract: Any) -> None:
+        """Raises CheckpointError if it is not there, not whole, or of another tree.
+
+        Reads every file. The error names the newest earlier one that is good.
+        """
+        fault = self._fault(step, abstract)
+        if fault is None:
+            return
+        message = f"checkpoint {self._path(step)} {fault}"
+        for earlier in reversed([s for s in self.steps() if s < step]):
+            if self._fault(earlier, abstract) is None:
+                raise CheckpointError(
+                    f"{message}; the previous good one is step {earlier}, "
+                    f"{self._path(earlier)}: continue from it with --resume {earlier}"
+                )
+        raise CheckpointError(f"{message}; there is no good one before it")
+
+    def drop_after(self, step: int) -> None:
+        """Removes later checkpoints, and what a killed run left unfinished."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self._path(later))
+        for unfinished in self.folder.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(unfinished)
+
+    def _path(self, step: int) -> Path:
+        return self.folder / str(step)
+
+    def _finish(self, unfinished: Path, step: int, leaves: dict, response) -> None:
+        response.result()
+        seal = {"step": step, "leaves": leaves, "files": _files(unfinished)}
+        (unfinished / "seal.json").write_text(json.dumps(seal, indent=1))
+        unfinished.rename(self._path(step))
+        for old in self.steps()[: -self.keep]:
+            shutil.rmtree(self._path(old))
+
+    def _fault(self, step: int, abstract: Any) -> str | None:
+        """What is wrong with a checkpoint, None if nothing is."""
+        path = self._path(step)
+        if not path.is_dir():
+            there = ", ".join(map(str, self.steps())) or "none"
+            return f"does not exist (steps there: {there})"
+        try:
+            seal = json.loads((path / "seal.json").read_text())
+            leaves, files = dict(seal["leaves"]), dict(seal["files"])
+        except FileNotFoundError:
+            return "has no seal.json: it was not written by this program"
+        except (OSError, ValueError, TypeError, KeyError):
+            return "is damaged: its seal.json cannot be read"
+        here = _describe(abstract)
+        for name in here | leaves:
+            if leaves.get(name) != here.get(name):
+                return (
+                    f"is of another state: {name} is {leaves.get(name, 'absent')} in "
+                    f"it, {here.get(name, 'absent')} in this run"
+                )
+        found = _files(path)
+        for name, entry in files.items():
+            if name not in found:
+                return f"is damaged: {name} is missing"
+            if found[name] != entry:
+                return f"is damaged: the content of {name} has changed"
+        return None
+
+
+def _describe(tree: Any) -> dict[str, str]:
+    return {
+        path_name(path): f"{leaf.dtype.name}{list(leaf.shape)}"
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file below, the seal left out, by relative path."""
+    return {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, _crc(path)]
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "seal.json"
+    }
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,83 @@
+"""LLaMA shapes: those of the GaLore and CompAct papers, and a `tiny` for a CPU."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a LLaMA.
+
+    Attributes:
+        vocab_size: V.
+        width: D, of the residual stream.
+        ff: F, of the gated MLP.
+        layers: L.
+        heads: of the queries.
+        kv_heads: of keys and values, a divisor of heads; None for as many as heads.
+        max_seq: the longest sequence that `llama.Llama` takes.
+        rope_theta: base of the rotary angles.
+        norm_eps: added to the mean square in RMSNorm.
+        init_std: of the normal that every matrix is drawn from.
+        tied: the output matrix is the embedding.
+
+    Raises ValueError for sizes that are not positive ints or do not fit together.
+
+    >>> ModelConfig(width=512, ff=1376, layers=8, heads=8).head_dim
+    64
+    """
+
+    vocab_size: int = 32000
+    width: int = 512
+    ff: int = 1376
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int | None = None
+    max_seq: int = 1024
+    rope_theta: float = 1e4
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    tied: bool = False
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "width", "ff", "layers", "heads", "max_seq")
+        for name in sizes if self.kv_heads is None else (*sizes, "kv_heads"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+        for name in ("rope_theta", "norm_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.width % self.heads:
+            raise ValueError(
+                f"width must be divisible by heads ({self.heads}), got {self.width}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"width / heads must be even, RoPE turns pairs; got "
+                f"{self.width} / {self.heads} = {self.head_dim}"
+            )
+        if self.heads % self.num_kv_heads:
+            raise ValueError(
+                f"kv_heads must divide heads ({self.heads}), got {self.kv_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+
+MODELS = {
+    # 0.02 would take a narrow model hundreds of steps to grow out of.
+    "tiny": ModelConfig(
+        width=128, ff=352, layers=4, heads=4, max_seq=512, init_std=0.08
+    ),
+    "60m": ModelConfig(width=512, ff=1376, layers=8, heads=8),
+    "130m": ModelConfig(width=768, ff=2048, layers=12, heads=12),
+    "350m": ModelConfig(width=1024, ff=2736, layers=24, heads=16),
+    "1b": ModelConfig(width=2048, ff=5461, layers=24, heads=32),
+    "7b": ModelConfig(width=4096, ff=11008, layers=32, heads=32),
+}

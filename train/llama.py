@@ -1,0 +1,240 @@
+"""LLaMA in Flax NNX: RMSNorm, RoPE, grouped-query attention, SwiGLU; scan over layers.
+
+Shapes in names: b batch, t tokens, d width, h heads, k a head's width, v vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from configs import ModelConfig
+from jaxcompact.nnx import Linear
+
+Remat = Callable[..., Any] | Literal["nothing"] | None
+
+
+class RMSNorm(nnx.Module):
+    """Float32 inside, one cast out."""
+
+    def __init__(self, width: int, eps: float, *, param_dtype: Any):
+        self.scale = nnx.Param(jnp.ones(width, param_dtype))
+        self.eps = eps
+
+    def __call__(self, x_btd: jax.Array) -> jax.Array:
+        x = x_btd.astype(jnp.float32)
+        x *= jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + self.eps)
+        return (x * self.scale[None, None].astype(jnp.float32)).astype(x_btd.dtype)
+
+
+class Embed(nnx.Module):
+    def __init__(self, cfg: ModelConfig, *, dtype: Any, param_dtype: Any, rngs):
+        shape = (cfg.vocab_size, cfg.width)
+        init = nnx.initializers.normal(cfg.init_std)
+        self.embedding = nnx.Param(init(rngs.params(), shape, param_dtype))
+        self.dtype = dtype
+
+    def __call__(self, tokens_bt: jax.Array) -> jax.Array:
+        # The cast comes last, so that a frequent token's gradients are summed in the
+        # parameters' dtype. An id outside the vocabulary gives NaN.
+        return jnp.take(self.embedding[...], tokens_bt, axis=0).astype(self.dtype)
+
+
+def rope_tables(
+    length: int, head_dim: int, theta: float
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 (t, k/2), of the angles t * theta^(-2i/k)."""
+    frequencies = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequencies)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the pairs (i, i + k/2) of every head, as Hugging Face's LLaMA does."""
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    a, b = jnp.split(x_bthk.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return rotated.astype(x_bthk.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, cfg: ModelConfig, linear: Callable, attention: str):
+        inner, kv_inner = cfg.width, cfg.num_kv_heads * cfg.head_dim
+        self.q = linear(cfg.width, inner)
+        self.k = linear(cfg.width, kv_inner)
+        self.v = linear(cfg.width, kv_inner)
+        self.o = linear(inner, cfg.width)
+        self.head_dim = cfg.head_dim
+        self.implementation = attention
+
+    def __call__(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        heads = (*x_btd.shape[:2], -1, self.head_dim)
+        q_bthk = rope(self.q(x_btd).reshape(heads), cos, sin)
+        k_bthk = rope(self.k(x_btd).reshape(heads), cos, sin)
+        v_bthk = self.v(x_btd).reshape(heads)
+        operands = q_bthk, k_bthk, v_bthk
+        if self.implementation == "xla":
+            # Its gradient mixes float32 with 16-bit operands, which neither strict
+            # promotion nor the speed of a CPU likes.
+            operands = (a.astype(jnp.float32) for a in operands)
+        mixed_bthk = jax.nn.dot_product_attention(
+            *operands, is_causal=True, implementation=self.implementation
+        )
+        return self.o(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
+
+
+class MLP(nnx.Module):
+    """SwiGLU."""
+
+    def __init__(self, cfg: ModelConfig, linear: Callable):
+        self.gate = linear(cfg.width, cfg.ff)
+        self.up = linear(cfg.width, cfg.ff)
+        self.down = linear(cfg.ff, cfg.width)
+
+    def __call__(self, x_btd: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x_btd)) * self.up(x_btd))
+
+
+class Block(nnx.Module):
+    def __init__(
+        self, cfg: ModelConfig, linear: Callable, norm: Callable, attention: str
+    ):
+        self.attn_norm = norm()
+        self.attn = Attention(cfg, linear, attention)
+        self.mlp_norm = norm()
+        self.mlp = MLP(cfg, linear)
+
+    def __call__(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+        x_btd += self.attn(self.attn_norm(x_btd), cos, sin)
+        return x_btd + self.mlp(self.mlp_norm(x_btd))
+
+
+class Llama(nnx.Module):
+    """A decoder whose layers are stacked, ``layers/attn/q/kernel`` is (L, n, m).
+
+    Args:
+        cfg: the shape.
+        dtype: of the computation and of the residual stream. Norms, rotations, softmax
+            and logits are float32 inside.
+        param_dtype: of the parameters.
+        remat: what the backward pass finds of a layer: None for all that it needs, a
+            policy of `jax.checkpoint`, or "nothing" for full recomputation.
+        attention: ``implementation`` of `jax.nn.dot_product_attention`. By default
+            cuDNN's on a GPU with a 16-bit dtype, else XLA's: say it where the program
+            is compiled for another device than this process has.
+        rngs: the stream ``params`` makes the initial weights.
+
+    >>> from configs import ModelConfig
+    >>> cfg = ModelConfig(vocab_size=256, width=32, ff=64, layers=2, heads=4)
+    >>> model = Llama(cfg, rngs=nnx.Rngs(0))
+    >>> model(jnp.zeros((1, 8), jnp.int32)).shape
+    (1, 8, 256)
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        *,
+        dtype: Any = jnp.bfloat16,
+        param_dtype: Any = jnp.float32,
+        remat: Remat = None,
+        attention: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if not (remat is None or remat == "nothing" or callable(remat)):
+            raise ValueError(
+                f'remat must be None, "nothing" or a policy of jax.checkpoint, '
+                f"got {remat!r}"
+            )
+        if attention not in (None, "cudnn", "xla"):
+            raise ValueError(
+                f'attention must be None, "cudnn" or "xla", got {attention!r}'
+            )
+        if attention is None:
+            on_gpu = jax.default_backend() == "gpu"
+            attention = "cudnn" if on_gpu and jnp.dtype(dtype).itemsize == 2 else "xla"
+        linear = partial(
+            Linear,
+            use_bias=False,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=nnx.initializers.normal(cfg.init_std),
+        )
+        norm = partial(RMSNorm, cfg.width, cfg.norm_eps, param_dtype=param_dtype)
+
+        @nnx.split_rngs(splits=cfg.layers)
+        @nnx.vmap
+        def stacked_layers(rngs: nnx.Rngs) -> Block:
+            return Block(cfg, partial(linear, rngs=rngs), norm, attention)
+
+        self.embed = Embed(cfg, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.layers = stacked_layers(rngs)
+        self.norm = norm()
+        if not cfg.tied:
+            self.head = linear(cfg.width, cfg.vocab_size, rngs=rngs)
+        self.cfg = cfg
+        self.remat = remat
+
+    def __call__(self, tokens_bt: jax.Array) -> jax.Array:
+        """Logits, float32 (b, t, v)."""
+        return self.logits(self.hidden(tokens_bt))
+
+    def hidden(self, tokens_bt: jax.Array) -> jax.Array:
+        """What the output matrix reads: (b, t, d), after the final norm.
+
+        Raises ValueError for sequences longer than ``cfg.max_seq``.
+        """
+        cfg, length = self.cfg, tokens_bt.shape[1]
+        if length > cfg.max_seq:
+            raise ValueError(
+                f"tokens_bt must be at most max_seq = {cfg.max_seq} long, got {length}"
+            )
+        tables = rope_tables(length, cfg.head_dim, cfg.rope_theta)
+        graphdef, stack = nnx.split(self.layers)
+
+        # jax.lax.scan and not nnx.scan: that one also returns the layers' weights,
+        # stacked anew, because they might have changed.
+        def layer(x_btd, state):
+            return nnx.merge(graphdef, state)(x_btd, *tables), None
+
+        if self.remat is not None:
+            policy = None if self.remat == "nothing" else self.remat
+            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+        x_btd, _ = jax.lax.scan(layer, self.embed(tokens_bt), stack)
+        return self.norm(x_btd)
+
+    def logits(self, x_btd: jax.Array) -> jax.Array:
+        """Float32 (b, t, v), of what `hidden` returns."""
+        kernel_dv = self.output_kernel().astype(x_btd.dtype)
+        return jnp.matmul(x_btd, kernel_dv, preferred_element_type=jnp.float32)
+
+    def output_kernel(self) -> jax.Array:
+        """The matrix (d, v) that makes the logits."""
+        if self.cfg.tied:
+            return self.embed.embedding[...].T
+        return self.head.kernel[...]
+
+
+def generate(model: Llama, ids: list[int], count: int) -> list[int]:
+    """The ``count`` likeliest ids, one by one, after ``ids``. Keeps no cache."""
+    total = len(ids) + count
+
+    # A model's logits do not depend on what comes later, so the places that are still
+    # to be filled may hold anything.
+    @jax.jit
+    def extended(state, tokens_1t):
+        model = nnx.merge(graphdef, state)
+
+        def step(i, tokens_1t):
+            last_11d = jax.lax.dynamic_slice_in_dim(model.hidden(tokens_1t), i, 1, 1)
+            token_11 = jnp.argmax(model.logits(last_11d), axis=-1).astype(jnp.int32)
+            return jax.lax.dynamic_update_slice_in_dim(tokens_1t, token_11, i + 1, 1)
+
+        return jax.lax.fori_loop(len(ids) - 1, total - 1, step, tokens_1t)
+
+    graphdef, state = nnx.split(model)
+    tokens_1t = jnp.zeros((1, total), jnp.int32).at[0, : len(ids)].set(jnp.array(ids))
+    return extended(state, tokens_1t)[0, len(ids) :].tolist()

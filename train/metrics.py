@@ -1,0 +1,205 @@
+"""What a run says of itself: log lines, a progress bar, metrics.jsonl, TensorBoard."""
+
+import importlib
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+
+_BAR = 30  # characters
+
+
+class NotFinite(Exception):
+    """The loss or the gradient of a step is NaN or infinite."""
+
+
+class Log:
+    """The record of one run, step by step. A context manager.
+
+    A row of metrics.jsonl holds what was measured at its step: of every step the loss,
+    the gradient's norm and the learning rate; at each ``every``-th, which also makes a
+    line of text, the speed and the memory; after an evaluation the validation loss.
+    Rows after ``start``, of a run that went on longer than its checkpoint, are dropped.
+
+    Args:
+        folder: of the run.
+        start: updates made before; the next step is ``start + 1``.
+        steps: of the whole run.
+        every: steps between two lines.
+        tokens: that a step reads.
+    """
+
+    def __init__(
+        self, folder: Path, *, start: int, steps: int, every: int, tokens: int
+    ):
+        self.steps, self.every, self.tokens = steps, every, tokens
+        self.speed: float | None = None  # tokens a second, all lines so far together
+        self._done, self._seconds = 0, 0.0  # steps and time behind `speed`
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._losses: list[float] = []  # since the last line
+        self._since = time.perf_counter()
+        self._bar = _Bar(steps) if sys.stdout.isatty() else None
+        path = folder / "metrics.jsonl"
+        kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= start]
+        shortened = path.with_suffix(".new")
+        shortened.write_text("".join(kept), encoding="utf-8")
+        shortened.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._board = _tensorboard(folder, start)
+
+    def __enter__(self) -> "Log":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._bar:
+            self._bar.clear()
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+    def train(self, step: int, measured: dict[str, jax.Array]) -> None:
+        """Takes note of a step that was dispatched; waits for the one before it.
+
+        So the device has its next step while the host fetches numbers and writes.
+        Raises NotFinite, one call late, or at `flush`.
+        """
+        pending, self._pending = self._pending, (step, measured)
+        if pending is not None:
+            self._record(*pending)
+
+    def flush(self) -> None:
+        """Waits for the last step."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._record(*pending)
+
+    def validation(self, step: int, loss: float) -> None:
+        perplexity = _perplexity(loss)
+        self._write(step, {"valid_loss": loss, "valid_perplexity": perplexity})
+        self.say(f"step {step:6d}  validation loss {loss:.4f}  ppl {perplexity:.2f}")
+
+    def say(self, line: str) -> None:
+        if self._bar:
+            self._bar.clear()
+        print(line, flush=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in it (evaluating, saving) does not count as training."""
+        self.flush()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - start
+
+    def _record(self, step: int, measured: dict[str, jax.Array]) -> None:
+        row = {name: float(x) for name, x in jax.device_get(measured).items()}
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(row[name]):
+                raise NotFinite(
+                    f"{name.replace('_', ' ')} of step {step} is {row[name]}"
+                )
+        self._losses.append(row["loss"])
+        if step % self.every == 0 or step == self.steps:
+            row |= self._line(step)
+        self._write(step, row)
+        if self._bar:
+            self._bar.draw(step, row["loss"])
+
+    def _line(self, step: int) -> dict[str, float]:
+        """Prints the line of the steps since the last one, and returns its numbers."""
+        now = time.perf_counter()
+        count, seconds = len(self._losses), now - self._since
+        loss = sum(self._losses) / count
+        self._since, self._losses = now, []
+        self._done += count
+        self._seconds += seconds
+        self.speed = self.tokens * self._done / self._seconds
+        numbers = {
+            "perplexity": _perplexity(loss),
+            "tokens_per_second": self.tokens * count / seconds,
+            "step_ms": 1000 * seconds / count,
+            "memory_bytes": memory_in_use(),
+        }
+        eta = (self.steps - step) * self._seconds / self._done
+        self.say(
+            f"step {step:6d}/{self.steps}  loss {loss:.4f}  "
+            f"ppl {numbers['perplexity']:.2f}  "
+            f"{numbers['tokens_per_second']:,.0f} tokens/s  "
+            f"{numbers['step_ms']:.1f} ms/step  "
+            f"{megabytes(numbers['memory_bytes'])}  eta {duration(eta)}"
+        )
+        return numbers
+
+    def _write(self, step: int, row: dict[str, float]) -> None:
+        self._file.write(json.dumps({"step": step} | row) + "\n")
+        self._file.flush()  # a killed run loses no row
+        if self._board:
+            for name, value in row.items():
+                self._board.add_scalar(name, value, step)
+
+
+def read(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; of a killed run's the last may be cut short."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def memory_in_use() -> int:
+    """Peak bytes so far: of the first GPU, without one of this process."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats:
+        return stats["peak_bytes_in_use"]
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # which exp can still take
+
+
+def _tensorboard(folder: Path, start: int):
+    """A writer if tensorboardX is installed, else None."""
+    try:
+        tensorboard = importlib.import_module("tensorboardX")
+    except ImportError:
+        return None
+    return tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+
+
+class _Bar:
+    """One line at the foot of a terminal."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def draw(self, step: int, loss: float) -> None:
+        filled = _BAR * step // self.steps
+        bar = "#" * filled + "." * (_BAR - filled)
+        sys.stdout.write(f"\r\x1b[K[{bar}] {step}/{self.steps}  loss {loss:.4f}")
+        sys.stdout.flush()
+
+    def clear(self) -> None:
+        sys.stdout.write("\r\x1b[K")

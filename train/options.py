@@ -1,0 +1,284 @@
+"""The command line of pretrain.py: one small dataclass for each concern."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from configs import MODELS
+from jaxcompact.optimizers import Moment
+from jaxcompact.projection import Kind
+from methods import REMAT, Method, Name
+
+# The options that a method reads; of `Method` itself all others stay as they are.
+READS = {
+    "exact": ("remat",),
+    "remat": ("remat",),
+    "compact": (
+        *("remat", "rank", "kind", "period", "alpha", "output_alpha", "bits", "moment"),
+    ),
+    "galore": ("remat", "rank", "period", "alpha", "output_alpha"),
+}
+
+# Found on the tiny model, 400 steps of its default data.
+DEFAULTS = {
+    "exact": {"lr": 3e-3},
+    "remat": {"lr": 3e-3},
+    "compact": {"lr": 6e-3, "alpha": 0.5},
+    "galore": {"lr": 6e-3, "alpha": 0.5},
+}
+
+
+def option(default: Any, help: str, type: Any = str, **keywords) -> Any:
+    """A dataclass field and the command-line option that fills it."""
+    if default is not None and default is not False:
+        help += f" (default: {default})"
+    return field(default=default, metadata={"help": help, "type": type, **keywords})
+
+
+def rank(text: str) -> int | float:
+    return float(text) if "." in text else int(text)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    model: str = option("tiny", "shape of the LLaMA", choices=tuple(MODELS))
+    dtype: str | None = option(
+        None,
+        "of the computation (default: bfloat16 on a GPU, float32 on a CPU)",
+        choices=("float32", "bfloat16"),
+    )
+    param_dtype: str = option(
+        "float32", "of the parameters", choices=("float32", "bfloat16")
+    )
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    method: str = option(
+        "exact,compact",
+        f"{', '.join(get_args(Name))}; those of a comma list are trained in turn, on "
+        "the same batches, and compared",
+    )
+    remat: str | None = option(
+        None, "what jax.checkpoint keeps of a block", choices=tuple(REMAT)
+    )
+    rank: int | float | None = option(
+        None,
+        "of compact and galore: 0.25 is a fraction of the width, 128 a number "
+        f"(default: {Method.rank})",
+        rank,
+    )
+    kind: str | None = option(
+        None,
+        f"of compact's random projection (default: {Method.kind})",
+        choices=get_args(Kind),
+    )
+    period: int | None = option(
+        None, f"updates between two projections (default: {Method.period})", int
+    )
+    alpha: float | None = option(
+        None,
+        "scale of the update of the compressed matrices (default: compact "
+        f"{DEFAULTS['compact']['alpha']}, galore {DEFAULTS['galore']['alpha']})",
+        float,
+    )
+    output_alpha: float | None = option(
+        None,
+        "the same of attention's output matrix, which is not compressed "
+        f"(default: {Method.output_alpha})",
+        float,
+    )
+    bits: int | None = option(
+        None,
+        f"of compact's saved sketches: 16 for the dtype's own, 8 or 4 "
+        f"(default: {Method.bits})",
+        int,
+    )
+    moment: str | None = option(
+        None,
+        f"what becomes of the first moment at a new projection "
+        f"(default: {Method.moment})",
+        choices=get_args(Moment),
+    )
+
+    def __post_init__(self):
+        _positive(self, "period", "alpha", "output_alpha")
+
+    @property
+    def names(self) -> list[str]:
+        names = self.method.split(",")
+        for name in names:
+            if name not in get_args(Name) or names.count(name) > 1:
+                raise ValueError(
+                    f"--method must be one or several of {', '.join(get_args(Name))}, "
+                    f"with commas between, got {self.method!r}"
+                )
+        return names
+
+    def of(self, name: str) -> Method:
+        """The method of that name, with its own defaults and with what was given."""
+        given = {k: v for k, v in asdict(self).items() if k in READS[name]}
+        own = {k: v for k, v in DEFAULTS[name].items() if k in given}
+        return Method(name, **own | {k: v for k, v in given.items() if v is not None})
+
+    def check(self) -> None:
+        read = {option for name in self.names for option in READS[name]}
+        for name, value in asdict(self).items():
+            if name != "method" and value is not None and name not in read:
+                raise ValueError(f"{_flag(name)} is not an option of {self.method}")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    lr: float | None = option(
+        None,
+        "peak learning rate (default: "
+        + ", ".join(f"{name} {own['lr']}" for name, own in DEFAULTS.items())
+        + ", good for tiny)",
+        float,
+    )
+    steps: int = option(400, "updates", int)
+    warmup: float = option(
+        0.1,
+        "fraction of the steps in which the rate rises; then a cosine to 10 %%",
+        float,
+    )
+    weight_decay: float = option(0.0, "decoupled, times the learning rate", float)
+    clip: float = option(1.0, "largest norm of the gradient", float)
+    seed: int = option(0, "of initial weights, projections and order of the data", int)
+
+    def __post_init__(self):
+        _positive(self, "lr", "steps", "clip")
+        if not 0 <= self.warmup < 1:
+            raise ValueError(f"--warmup must be in [0, 1), got {self.warmup}")
+        if not self.weight_decay >= 0:
+            raise ValueError(
+                f"--weight-decay must not be negative, got {self.weight_decay}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"--seed must not be negative, got {self.seed}")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    data: str | None = option(
+        None,
+        "a file or directory of text, JSON lines (also .gz, .xz, .zst) or Parquet, or "
+        "hf:allenai/c4 (default: the source of Python's standard library)",
+    )
+    tokenizer: str = option("bytes", "bytes, bpe:8192, or the path of a tokenizer.json")
+    max_tokens: int | None = option(
+        None, "of the training text to read (default: all; of hf: what is needed)", int
+    )
+    batch_size: int = option(16, "sequences an update", int)
+    accumulate: int = option(1, "microbatches that an update's batch is cut into", int)
+    seq_len: int = option(128, "tokens a sequence", int)
+
+    def __post_init__(self):
+        _positive(self, "max_tokens", "batch_size", "accumulate", "seq_len")
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    out: Path | None = option(
+        None,
+        "folder of the run, each method in one of its own (default: runs/MODEL)",
+        Path,
+    )
+    resume: int | bool = option(
+        False,
+        "continue from the latest checkpoint, or from that of STEP; what lies after it "
+        "is dropped. A method without a checkpoint starts from the beginning",
+        int,
+        nargs="?",
+        const=True,
+        metavar="STEP",
+    )
+    overwrite: bool = option(
+        False, "start anew in a folder that holds a run", None, action="store_true"
+    )
+    checkpoint_every: int = option(100, "steps", int)
+    keep: int = option(2, "checkpoints, the newest", int)
+    eval_every: int = option(100, "steps; always at the end", int)
+    eval_batches: int = option(16, "batches of the held-out text", int)
+    log_every: int = option(20, "steps", int)
+
+    def __post_init__(self):
+        _positive(
+            self, "checkpoint_every", "keep", "eval_every", "eval_batches", "log_every"
+        )
+        if self.resume is not False and self.overwrite:
+            raise ValueError("--resume and --overwrite exclude each other")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that one run of one method is made of."""
+
+    model: ModelOptions
+    method: Method
+    optimizer: OptimizerOptions
+    data: DataOptions
+    output: OutputOptions
+
+    @property
+    def folder(self) -> Path:
+        out = self.output.out or Path("runs") / self.model.model
+        return out / self.method.name
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its beginning."""
+        parts = (self.model, self.method, self.optimizer, self.data)
+        together = {k: v for part in parts for k, v in asdict(part).items()}
+        # The data is known by what is in it, not by its path: see pretrain.prepare.
+        return {k: v for k, v in together.items() if k not in ("data", "tokenizer")}
+
+
+def parse(argv: Sequence[str] | None = None) -> list[Config]:
+    """One config for each method. Exits as argparse does; raises ValueError."""
+    parser = argparse.ArgumentParser(
+        "pretrain.py",
+        usage="%(prog)s [options]",
+        description="Pretrain a LLaMA.",
+        allow_abbrev=False,
+    )
+    parts = {
+        "model": ModelOptions,
+        "method": MethodOptions,
+        "optimizer": OptimizerOptions,
+        "data": DataOptions,
+        "output": OutputOptions,
+    }
+    for title, part in parts.items():
+        group = parser.add_argument_group(title)
+        for f in fields(part):
+            keywords = {k: v for k, v in f.metadata.items() if v is not None}
+            group.add_argument(_flag(f.name), default=f.default, **keywords)
+    values = vars(parser.parse_args(argv))
+    model, method, optimizer, data, output = (
+        part(**{f.name: values[f.name] for f in fields(part)})
+        for part in parts.values()
+    )
+    method.check()
+    if type(output.resume) is int and len(method.names) > 1:
+        raise ValueError("--resume STEP needs one --method: each has its own steps")
+    configs = []
+    for name in method.names:
+        lr = optimizer.lr or DEFAULTS[name]["lr"]
+        configs.append(
+            Config(model, method.of(name), replace(optimizer, lr=lr), data, output)
+        )
+    return configs
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _positive(options: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{_flag(name)} must be positive, got {value}")

@@ -1,0 +1,322 @@
+"""Pretrain a LLaMA.
+
+    python train/pretrain.py                      # tiny: exact and compact, compared
+    python train/pretrain.py --method compact --rank 0.5 --bits 4 --data book.txt
+    python train/pretrain.py --method compact --resume
+    python train/pretrain.py --help
+
+A run writes runs/MODEL/METHOD/ with metrics.jsonl, config.json, checkpoints/, and for
+its methods together runs/MODEL/curves.png. SIGTERM and Ctrl-C finish the step and save.
+Exit codes: 0 done, 1 a loss that is not finite, 2 a wrong option or unusable data,
+128 + n stopped by signal n.
+"""
+
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import curves
+import options
+import summary
+from checkpoint import Checkpoints
+from configs import MODELS
+from data import Dataset
+from data import prepare as prepare_data
+from metrics import Log, NotFinite
+from options import Config
+from training import State, Training, all_finite, warmup_cosine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        configs = options.parse(argv)
+        dataset = load_data(configs[0])
+        print(dataset.report, flush=True)
+        jobs = [prepare(config, dataset) for config in configs]
+        for config in configs:
+            config.folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(f"pretrain.py: error: {error}", file=sys.stderr)
+        return 2
+    with Interrupt() as interrupt:
+        for job in jobs:
+            try:
+                code = train(job, dataset, interrupt)
+            except NotFinite as error:
+                print(
+                    f"pretrain.py: stopped: {error}; {last_good(job)}", file=sys.stderr
+                )
+                return 1
+            if code:
+                return code
+    out = configs[0].folder.parent
+    picture = curves.plot(out)
+    print(f"\n{summary.table(out)}\n" + (f"\n{picture}" if picture else ""))
+    return 0
+
+
+def load_data(config: Config) -> Dataset:
+    data = config.data
+    max_tokens = data.max_tokens
+    if max_tokens is None and (data.data or "").startswith("hf:"):
+        max_tokens = config.optimizer.steps * data.batch_size * data.seq_len
+    return prepare_data(data.data, data.tokenizer, max_tokens=max_tokens)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that has been checked: nothing but its numbers can go wrong."""
+
+    config: Config
+    training: Training
+    fixed: dict[str, Any]  # config.json: what a resumed run must have in common
+    start: int  # 0, or the step of the checkpoint to continue from
+    abstract: State  # shapes, dtypes and shardings
+    tokens_abt: jax.ShapeDtypeStruct  # of a step
+
+
+def prepare(config: Config, dataset: Dataset) -> Job:
+    """Finds whatever is wrong before anything is trained. Raises ValueError."""
+    model, opt, data = config.model, config.optimizer, config.data
+    cfg = replace(MODELS[model.model], vocab_size=dataset.vocab_size)
+    if data.seq_len > cfg.max_seq:
+        raise ValueError(
+            f"--seq-len must be at most {cfg.max_seq}, the longest sequence of "
+            f"{model.model}, got {data.seq_len}"
+        )
+    devices = jax.device_count()
+    if data.batch_size % (data.accumulate * devices):
+        raise ValueError(
+            f"--batch-size must be divisible by --accumulate times the number of "
+            f"devices, {data.accumulate} * {devices}, got {data.batch_size}"
+        )
+    read_batch(config, dataset, 0)  # raises if the text is shorter than a sequence
+    read_validation(config, dataset)
+
+    default_dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    dtype = model.dtype or default_dtype
+    training = Training(
+        cfg,
+        config.method,
+        warmup_cosine(opt.lr, opt.steps, opt.warmup),
+        weight_decay=opt.weight_decay,
+        clip=opt.clip,
+        seed=opt.seed,
+        dtype=jnp.dtype(dtype),
+        param_dtype=jnp.dtype(model.param_dtype),
+    )
+    # Parameters and optimizer state on every device, a share of each batch on each.
+    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    everywhere, shared = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
+        training.abstract,
+    )
+    tokens_abt = jax.ShapeDtypeStruct(
+        (data.accumulate, data.batch_size // data.accumulate, data.seq_len + 1),
+        jnp.int32,
+        sharding=shared,
+    )
+    fixed = config.fixed() | {
+        "dtype": dtype,
+        "tokenizer": dataset.tokenizer.name,
+        "train_tokens": len(dataset.train),
+    }
+    start = find_start(config, fixed, abstract)
+    return Job(config, training, fixed, start, abstract, tokens_abt)
+
+
+def find_start(config: Config, fixed: dict[str, Any], abstract: State) -> int:
+    """The step to begin at: a checkpoint's that fits and is whole, or 0."""
+    folder, output = config.folder, config.output
+    if not output.resume:
+        if (folder / "config.json").exists() and not output.overwrite:
+            raise ValueError(
+                f"{folder} holds a run already: --resume continues it, --overwrite "
+                f"starts anew, --out names another folder"
+            )
+        return 0
+    checkpoints = Checkpoints(folder / "checkpoints")
+    steps = checkpoints.steps()
+    if output.resume is True and not steps:
+        print(f"{folder} holds no checkpoint: starting from the beginning")
+        return 0
+    require_same(folder, fixed)
+    step = steps[-1] if output.resume is True else output.resume
+    checkpoints.check(step, abstract)
+    return step
+
+
+def require_same(folder: Path, fixed: dict[str, Any]) -> None:
+    """Raises ValueError for what differs from the run in a folder, with both values."""
+    try:
+        before = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} cannot be resumed: which run it holds is unknown, its "
+            f"config.json cannot be read ({error})"
+        ) from error
+    differences = [
+        f"{name} was {before.get(name)!r} and is {value!r} now"
+        for name, value in fixed.items()
+        if json.dumps(before.get(name)) != json.dumps(value)
+    ]
+    if differences:
+        raise ValueError(f"{folder} cannot be resumed: {'; '.join(differences)}")
+
+
+def last_good(job: Job) -> str:
+    checkpoints = Checkpoints(job.config.folder / "checkpoints")
+    steps = checkpoints.steps()
+    if not steps:
+        return "there is no checkpoint yet"
+    return f"the last good checkpoint is step {steps[-1]}, {checkpoints.folder}"
+
+
+def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
+    """Trains to the end, or until interrupted. Returns the exit code.
+
+    Raises NotFinite; what is on disk by then was finite.
+    """
+    config, training, start = job.config, job.training, job.start
+    data, steps, output = config.data, config.optimizer.steps, config.output
+    if start == steps:
+        print(f"{config.folder} is finished: step {start} of {steps}", flush=True)
+        return 0
+    if not start:
+        begin_folder(config.folder, job.fixed)
+    checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
+    checkpoints.drop_after(start)
+    state = checkpoints.load(start, job.abstract) if start else init(job)
+    train_step = compile_step(job)
+    loss_of, is_finite = jax.jit(training.loss), jax.jit(all_finite)
+    log = Log(
+        config.folder,
+        start=start,
+        steps=steps,
+        every=output.log_every,
+        tokens=data.batch_size * data.seq_len,
+    )
+    with checkpoints, log:
+        for step in range(start + 1, steps + 1):
+            batch = read_batch(config, dataset, step - 1)
+            batch = jax.device_put(batch, job.tokens_abt.sharding)
+            state, measured = train_step(state, batch)
+            log.train(step, measured)
+            if step % output.eval_every == 0 or step == steps:
+                with log.paused():
+                    loss = evaluate(loss_of, state, job, dataset)
+                    log.validation(step, loss)
+            if step == steps:  # before the checkpoint that says that all is done
+                summary.write(config.folder, summarize(job, loss, log.speed))
+            stop = interrupt.received
+            if step % output.checkpoint_every == 0 or step == steps or stop:
+                with log.paused():
+                    if not is_finite(state):
+                        raise NotFinite(f"the state after step {step} is not finite")
+                    checkpoints.save(step, state)
+            if stop:
+                log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
+                return 128 + stop
+    return 0
+
+
+def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
+    """Empties a folder of the run that it holds, and says which run is next."""
+    if (folder / "config.json").exists():
+        shutil.rmtree(folder)
+        folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fixed, indent=1))
+
+
+def init(job: Job) -> State:
+    shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
+    return jax.jit(job.training.init, out_shardings=shardings)()
+
+
+def compile_step(job: Job) -> Callable:
+    """The training step, which overwrites the state that it is given."""
+    began = time.perf_counter()
+    shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
+    step = jax.jit(job.training.step, donate_argnums=0, out_shardings=(shardings, None))
+    compiled = step.lower(job.abstract, job.tokens_abt).compile()
+    weights = sum(x.size for x in jax.tree.leaves(job.abstract.params))
+    device = jax.devices()[0]
+    print(
+        f"\n{job.config.method.name}: {weights / 1e6:.2f} M parameters, "
+        f"{job.fixed['dtype']} on {jax.device_count()} x {device.device_kind}, "
+        f"compiled in {time.perf_counter() - began:.1f} s; {job.config.folder}",
+        flush=True,
+    )
+    return compiled
+
+
+def read_batch(config: Config, dataset: Dataset, step: int) -> np.ndarray:
+    """The tokens of the step after ``step`` updates, (a, b, t + 1) int32."""
+    data = config.data
+    tokens_bt = dataset.batch(
+        step,
+        batch_size=data.batch_size,
+        seq_len=data.seq_len,
+        seed=config.optimizer.seed,
+    )
+    return tokens_bt.reshape(data.accumulate, -1, data.seq_len + 1)
+
+
+def read_validation(config: Config, dataset: Dataset) -> Iterator[np.ndarray]:
+    """Always the same batches, as large as a microbatch, (b, t + 1) int32."""
+    data = config.data
+    return dataset.eval_batches(
+        data.batch_size // data.accumulate, data.seq_len, config.output.eval_batches
+    )
+
+
+def evaluate(loss_of: Callable, state: State, job: Job, dataset: Dataset) -> float:
+    """Mean loss of the held-out batches."""
+    mesh = job.tokens_abt.sharding.mesh
+    batches = (
+        jax.device_put(batch, NamedSharding(mesh, P("data")))
+        for batch in read_validation(job.config, dataset)
+    )
+    losses = [loss_of(state.params, batch) for batch in batches]
+    return float(np.mean(jax.device_get(losses)))
+
+
+def summarize(job: Job, loss: float, speed: float) -> dict[str, Any]:
+    held = summary.held_bytes(job.training, job.tokens_abt)
+    return {"valid_loss": loss, "tokens_per_second": speed} | held
+
+
+class Interrupt:
+    """Takes note of the first SIGTERM or Ctrl-C; a second one kills."""
+
+    received: signal.Signals | None = None
+
+    def __enter__(self) -> "Interrupt":
+        both = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._note) for number in both}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = signal.Signals(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

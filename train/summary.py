@@ -1,0 +1,86 @@
+"""The methods of a run side by side: what they reached and what they hold in memory."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from methods import Method
+from metrics import megabytes
+from training import Training
+
+_FILE = "summary.json"
+
+
+def held_bytes(training: Training, tokens_abt: jax.ShapeDtypeStruct) -> dict[str, int]:
+    """Bytes of one update's gradients, optimizer state and saved linear inputs.
+
+    All three follow from shapes. What else the backward pass finds (attention, the
+    activations between the linears) is the same for all methods and not in them.
+    """
+    state = training.abstract
+    _, gradients = jax.eval_shape(training.gradients, state, tokens_abt)
+    _, sequences, length = tokens_abt.shape
+    return {
+        "gradient_bytes": _size(gradients),
+        "optimizer_bytes": _size(state.opt_state),
+        "linear_input_bytes": linear_input_bytes(
+            training, state.params, sequences * (length - 1)
+        ),
+    }
+
+
+def linear_input_bytes(training: Training, params: Any, tokens: int) -> int:
+    """Bytes that the compressible linears keep of their inputs between the passes.
+
+    Linears that read one tensor, the families of `Subspace.slots` (q, k, v; gate, up),
+    keep it once: x in the dtype of the computation, or z as its codec stores it. With
+    rematerialization they keep nothing.
+    """
+    if training.method.remat_policy is not None:
+        return 0
+    # Without a subspace, the families of one whose z would be as wide as x.
+    subspace = training.subspace or Method("compact", rank=1.0).subspace(0)
+    families = {
+        (slot.family, slot.stack): slot for slot in subspace.slots(params).values()
+    }
+    total = 0
+    for slot in families.values():
+        codec = None if training.subspace is None else slot.projection.codec
+        width = slot.width if training.subspace is None else slot.rank
+        each = tokens * width * training.dtype.itemsize
+        if codec is not None:
+            each = codec.nbytes((tokens, width))
+        total += math.prod(slot.stack) * each
+    return total
+
+
+def write(folder: Path, summary: dict[str, Any]) -> None:
+    (folder / _FILE).write_text(json.dumps(summary, indent=1), encoding="utf-8")
+
+
+def table(out: Path) -> str:
+    """A line for each finished method in the folders below ``out``."""
+    columns = {
+        "validation loss": lambda s: f"{s['valid_loss']:.4f}",
+        "perplexity": lambda s: f"{math.exp(s['valid_loss']):.2f}",
+        "tokens/s": lambda s: f"{s['tokens_per_second']:,.0f}",
+        "gradients": lambda s: megabytes(s["gradient_bytes"]),
+        "optimizer state": lambda s: megabytes(s["optimizer_bytes"]),
+        "linear inputs": lambda s: megabytes(s["linear_input_bytes"]),
+    }
+    lines = [["", *columns]]
+    for path in sorted(out.glob(f"*/{_FILE}")):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        lines.append([path.parent.name, *(show(summary) for show in columns.values())])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in lines
+    )
+
+
+def _size(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

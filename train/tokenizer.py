@@ -1,0 +1,179 @@
+"""Text to token ids and back.
+
+    tokenizer = load_tokenizer("bytes")      # or "bpe:8192", or "path/tokenizer.json"
+    [ids] = tokenizer.encode(["hello"])
+    tokenizer.decode(ids)                    # "hello"
+
+The package `tokenizers` is needed for all but bytes, and imported only there.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from readers import DataError, require
+
+END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+
+# A vocabulary of any size is settled long before this much text; all of C4 is not read.
+BPE_TRAINING_CHARACTERS = 200_000_000
+PIECE = 100_000  # characters: what one thread of `tokenizers` is given
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    eot: int  # the id that separates documents
+    name: str  # tokenizers of one name give the same ids
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """The ids of each text, without any special token; uint8 or uint32."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, leaving special tokens out."""
+
+    def save(self, folder: Path) -> None:
+        """Leave in `folder` what `load_saved` needs."""
+
+
+def load_tokenizer(spec: str | os.PathLike, texts: Iterable[str] = ()) -> Tokenizer:
+    """The tokenizer named by `spec`; `texts` are what a `bpe:N` is trained on.
+
+    `bytes`: 256 bytes and end of text. `bpe:N`: byte-level BPE of at most N ids.
+    Anything else is the path of a `tokenizer.json`. Raises DataError for a spec that is
+    none of them.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if (size := bpe_size(spec)) is not None:
+        return _train_bpe(texts, size)
+    return JsonTokenizer(_read_json(spec), str(spec))
+
+
+def load_saved(folder: Path) -> Tokenizer:
+    """The tokenizer whose `save` wrote to `folder`."""
+    path = folder / "tokenizer.json"
+    return load_tokenizer(path if path.exists() else "bytes")
+
+
+def fingerprint(spec: str | os.PathLike) -> str:
+    """What a cache of tokens must match: of a file its content, not its path."""
+    if spec == "bytes" or bpe_size(spec) is not None:
+        return str(spec)
+    return _content_name(_read_json(spec))
+
+
+def bpe_size(spec: str | os.PathLike) -> int | None:
+    """N of `bpe:N`, None of another spec."""
+    kind, _, size = str(spec).partition(":")
+    if kind != "bpe":
+        return None
+    if not size.isdecimal() or int(size) <= 256:
+        raise DataError(
+            f"tokenizer {str(spec)!r}: N of bpe:N must be a number above 256 "
+            "(the bytes and the end of text)"
+        )
+    return int(size)
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and 256 for the end of text."""
+
+    vocab_size = 257
+    eot = 256
+    name = "bytes"
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        pass
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`, run by the package `tokenizers`."""
+
+    def __init__(self, json: str, origin: str = "tokenizer.json"):
+        tokenizers = require("tokenizers", f"tokenizer {origin!r}")
+        try:
+            self._inner = tokenizers.Tokenizer.from_str(json)
+        except Exception as error:  # the package raises no narrower class
+            raise DataError(f"{origin}: not a tokenizer.json ({error})") from error
+        # Such files may carry the limits of the model they were made for.
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        # A document that quotes "<|endoftext|>" does not end there.
+        self._inner.encode_special_tokens = True
+        self._json = json
+        vocab = self._inner.get_vocab()
+        self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
+        self.eot = next((vocab[token] for token in END_OF_TEXT if token in vocab), 0)
+        self.name = _content_name(json)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._inner.decode([int(i) for i in ids])
+
+    def save(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+
+
+def pieces(text: str) -> Iterator[str]:
+    """`text` cut behind line ends into pieces of at most PIECE characters."""
+    start = 0
+    while start < len(text):
+        stop = start + PIECE
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
+
+
+def _train_bpe(texts: Iterable[str], size: int) -> JsonTokenizer:
+    tokenizers = require("tokenizers", f"tokenizer 'bpe:{size}'")
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT[0]],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(_first_characters(texts), trainer)
+    return JsonTokenizer(inner.to_str())
+
+
+def _first_characters(texts: Iterable[str]) -> Iterator[str]:
+    left = BPE_TRAINING_CHARACTERS
+    for text in texts:
+        for piece in pieces(text):
+            yield piece
+            left -= len(piece)
+            if left <= 0:
+                return
+
+
+def _read_json(path: str | os.PathLike) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"tokenizer {str(path)!r}: neither 'bytes' nor 'bpe:N' nor a readable "
+            f"tokenizer.json ({error})"
+        ) from error
+
+
+def _content_name(json: str) -> str:
+    return "json-" + hashlib.sha256(json.encode()).hexdigest()[:16]

@@ -1,0 +1,267 @@
+"""Weights in others' formats: Hugging Face LLaMA folders, and llama2.c files to read.
+
+model = load_llama("some/folder", dtype=jnp.float32)
+save_llama(model, "another/folder")
+"""
+
+import json
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from configs import ModelConfig
+from jaxcompact.subspace import path_name
+from llama import Llama
+
+# Parameter -> Hugging Face's tensor, one for each layer. In llama2.c's order.
+_TENSORS = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "layers/attn_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "layers/attn/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "layers/attn/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "layers/attn/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "layers/attn/o/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "layers/mlp_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "layers/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "layers/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "layers/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "norm/scale": "model.norm.weight",
+    "head/kernel": "lm_head.weight",
+}
+_FIELDS = {  # of ModelConfig -> of config.json
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "ff": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "max_seq": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}
+_OPTIONAL = ("kv_heads", "tied")
+_FIXED = {  # fields of config.json that Llama does not vary
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "rope_scaling": None,
+    "quantization_config": None,
+}
+
+
+def load_llama(directory: str | Path, **model_kwargs: Any) -> Llama:
+    """The model of a folder with ``config.json`` and ``model.safetensors``.
+
+    Shards, as ``model.safetensors.index.json`` lists them, are read too. All arguments
+    but the folder are `Llama`'s; weights are cast to its ``param_dtype``.
+
+    Raises ValueError for a config field that is missing or asks for what `Llama` does
+    not do, for a tensor that is missing, unknown or of another shape than the config
+    says, and for a damaged file.
+    """
+    directory = Path(directory)
+    cfg = _read_config(directory / "config.json")
+    tensors = _open_tensors(directory)
+    expected = {name for path in _shapes(cfg) for name in _names(path, cfg)}
+    if missing := sorted(expected - tensors.keys()):
+        raise ValueError(f"{directory} lacks {_some(missing)}")
+    if unknown := sorted(tensors.keys() - expected):
+        raise ValueError(f"{directory} has tensors of no LLaMA: {_some(unknown)}")
+
+    def value(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        stacked = path.startswith("layers/")
+        want = shape[1:] if stacked else shape
+        if path.endswith("kernel"):
+            want = want[::-1]
+        parts = []
+        for name in _names(path, cfg):
+            part = tensors[name]()
+            if part.shape != want:
+                raise ValueError(
+                    f"{name} in {directory} must have shape {want} by config.json, "
+                    f"got {part.shape}"
+                )
+            parts.append(_transposed(path, part))
+        return np.stack(parts) if stacked else parts[0]
+
+    return _build(cfg, value, **model_kwargs)
+
+
+def save_llama(model: Llama, directory: str | Path) -> None:
+    """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype."""
+    from safetensors.numpy import save_file
+
+    directory, cfg = Path(directory), model.cfg
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for key_path, param in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+        path, parts = path_name(key_path), np.asarray(param)
+        if not path.startswith("layers/"):
+            parts = parts[None]
+        for name, part in zip(_names(path, cfg), parts, strict=True):
+            # Contiguous, or safetensors writes the matrix as if not transposed.
+            tensors[name] = np.ascontiguousarray(_transposed(path, part))
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        **{theirs: getattr(cfg, ours) for ours, theirs in _FIELDS.items()},
+        "num_key_value_heads": cfg.num_kv_heads,
+        "rope_theta": cfg.rope_theta,
+        "torch_dtype": tensors["model.norm.weight"].dtype.name,
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_llama2c(path: str | Path, **model_kwargs: Any) -> Llama:
+    """The model of a llama2.c checkpoint (version 0: seven int32, then float32).
+
+    Raises ValueError if the file's size is not what its header asks for.
+    """
+    content = Path(path).read_bytes()
+    try:
+        header = np.frombuffer(content, "<i4", 7).tolist()
+        width, ff, layers, heads, kv_heads, vocab, max_seq = header
+        cfg = ModelConfig(
+            vocab_size=abs(vocab),
+            width=width,
+            ff=ff,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            max_seq=max_seq,
+            norm_eps=1e-5,
+            tied=vocab > 0,
+        )
+    except ValueError as error:
+        raise ValueError(f"{path} is no llama2.c checkpoint: {error}") from error
+
+    shapes = _shapes(cfg)
+    sizes = {name: math.prod(shapes[name]) for name in _TENSORS if name in shapes}
+    sizes["rope tables"] = max_seq * cfg.head_dim
+    if not cfg.tied:  # it comes last, after the tables
+        sizes["head/kernel"] = sizes.pop("head/kernel")
+    floats = np.frombuffer(content, "<f4", offset=28)
+    if floats.size != sum(sizes.values()):
+        raise ValueError(
+            f"{path} must hold {sum(sizes.values())} floats by its header, "
+            f"got {floats.size}"
+        )
+    ends = np.cumsum(list(sizes.values()))
+    flat = dict(zip(sizes, np.split(floats, ends[:-1]), strict=True))
+
+    def value(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        if not path.endswith("kernel"):
+            return flat[path].reshape(shape)
+        *stack, inputs, outputs = shape
+        kernel = flat[path].reshape(*stack, outputs, inputs)
+        if path in ("layers/attn/q/kernel", "layers/attn/k/kernel"):
+            # RoPE turns neighbours there, and the halves of a head here.
+            pairs = kernel.reshape(layers, -1, cfg.head_dim // 2, 2, inputs)
+            kernel = pairs.swapaxes(2, 3).reshape(kernel.shape)
+        return _transposed(path, kernel)
+
+    return _build(cfg, value, **model_kwargs)
+
+
+def _build(
+    cfg: ModelConfig,
+    value: Callable[[str, tuple[int, ...]], np.ndarray],
+    **model_kwargs: Any,
+) -> Llama:
+    """A model whose parameters are ``value(path, shape)``."""
+    graphdef, params = nnx.split(_abstract(cfg, **model_kwargs))
+
+    def filled(path, param):
+        return jnp.asarray(value(path_name(path), param.shape), param.dtype)
+
+    return nnx.merge(graphdef, jax.tree.map_with_path(filled, params))
+
+
+def _abstract(cfg: ModelConfig, **model_kwargs: Any) -> Llama:
+    return nnx.eval_shape(lambda: Llama(cfg, rngs=nnx.Rngs(0), **model_kwargs))
+
+
+def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    params = jax.tree.leaves_with_path(nnx.state(_abstract(cfg)))
+    return {path_name(path): param.shape for path, param in params}
+
+
+def _names(path: str, cfg: ModelConfig) -> list[str]:
+    """The tensors that make up a parameter."""
+    if not path.startswith("layers/"):
+        return [_TENSORS[path]]
+    return [_TENSORS[path].format(layer) for layer in range(cfg.layers)]
+
+
+def _transposed(path: str, x: np.ndarray) -> np.ndarray:
+    """A kernel is (n, m) here and (m, n) there; all else is alike."""
+    return x.swapaxes(-1, -2) if path.endswith("kernel") else x
+
+
+def _read_config(path: Path) -> ModelConfig:
+    config = json.loads(path.read_text())
+    for field, only in _FIXED.items():
+        if config.get(field, only) != only:
+            raise ValueError(
+                f"{field} in {path} must be {only!r}, got {config[field]!r}"
+            )
+    # transformers 5 writes rope_parameters, earlier ones rope_theta.
+    rope = {"rope_theta": config.get("rope_theta", 1e4)}
+    rope |= config.get("rope_parameters") or {}
+    theta = rope.pop("rope_theta")
+    if rope.pop("rope_type", "default") != "default" or rope:
+        raise ValueError(
+            f"rope_parameters in {path} must be of rope_type 'default' and have no "
+            f"more than rope_theta, got {config['rope_parameters']!r}"
+        )
+    fields = {}
+    for ours, theirs in _FIELDS.items():
+        if theirs in config:
+            fields[ours] = config[theirs]
+        elif ours not in _OPTIONAL:
+            raise ValueError(f"{theirs} is missing in {path}")
+    try:
+        cfg = ModelConfig(rope_theta=theta, **fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if config.get("head_dim") not in (None, cfg.head_dim):
+        raise ValueError(
+            f"head_dim in {path} must be hidden_size / num_attention_heads = "
+            f"{cfg.head_dim}, got {config['head_dim']!r}"
+        )
+    return cfg
+
+
+def _open_tensors(directory: Path) -> dict[str, Callable[[], np.ndarray]]:
+    """Name -> a function that reads the tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    index = directory / "model.safetensors.index.json"
+    shards = ["model.safetensors"]
+    if index.exists():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    tensors = {}
+    for shard in shards:
+        try:
+            file = safe_open(directory / shard, "np")
+        except SafetensorError as error:
+            raise ValueError(f"{directory / shard} is damaged: {error}") from error
+        tensors |= {name: partial(file.get_tensor, name) for name in file.keys()}
+    # Older folders hold RoPE's frequencies, which the config says anyway.
+    return {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
