@@ -151,7 +151,10 @@ def _sketched_product(spec: _Spec, x, w_nm, sketch_rm, z) -> jax.Array:
 
 
 def _forward(spec: _Spec, x, w_nm, sketch_rm, z) -> tuple[jax.Array, Residuals]:
-    return _sketched_product(spec, x, w_nm, sketch_rm, z), (z, w_nm)
+    # Not by calling _sketched_product: the policies of jax.checkpoint look for the
+    # product in here, and would not see it inside another custom_vjp.
+    y = _product(x.astype(spec.dtype), w_nm.astype(spec.dtype), 0, spec.precision)
+    return y, (z, w_nm)
 
 
 def _backward(spec: _Spec, residuals: Residuals, dy):

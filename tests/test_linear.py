@@ -193,6 +193,21 @@ def test_checkpoint_can_keep_the_sketches_alone():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), exact, got)
 
 
+def test_checkpoint_policies_see_the_products():
+    """Under "save dots", y and z are kept, and no product is made a second time."""
+    space, x = subspace(BLOCK, rank=0.25), jnp.ones((2, 8, 16))
+    kept = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
+    saved = residuals(lambda p, x: kept(p, x).sum(), space, block_params(), x)
+    # q, k, v, gate, up, and the sketches of their inputs and of down's; x is an argument.
+    assert sorted(shape for _, shape, _ in saved) == sorted(
+        [(2, 8, 16)] * 3 + [(2, 8, 40)] * 2 + [(2, 8, 4)] * 2 + [(2, 8, 10)]
+    )
+    fun, tree = with_sketches(lambda p, x: kept(p, x).sum(), space, block_params(), 0)
+    _, backward = jax.vjp(fun, tree, x)
+    text = str(jax.make_jaxpr(backward)(jnp.ones(())))
+    assert text.count("dot_general[") == 2 * 6  # dx and the sketch, of six kernels
+
+
 def test_no_array_of_the_kernels_shape_is_made_in_the_backward_pass():
     space = subspace(BLOCK, rank=0.25)
     fun, tree = with_sketches(

@@ -16,7 +16,7 @@ _BAR = 30  # characters
 
 
 class NotFinite(Exception):
-    """The loss or the gradient of a step is NaN or infinite."""
+    """A loss, a gradient or the state of a run is NaN or infinite."""
 
 
 class Log:
@@ -80,6 +80,7 @@ class Log:
             self._record(*pending)
 
     def validation(self, step: int, loss: float) -> None:
+        _require_finite("validation loss", step, loss)
         perplexity = _perplexity(loss)
         self._write(step, {"valid_loss": loss, "valid_perplexity": perplexity})
         self.say(f"step {step:6d}  validation loss {loss:.4f}  ppl {perplexity:.2f}")
@@ -102,10 +103,7 @@ class Log:
     def _record(self, step: int, measured: dict[str, jax.Array]) -> None:
         row = {name: float(x) for name, x in jax.device_get(measured).items()}
         for name in ("loss", "gradient_norm"):
-            if not math.isfinite(row[name]):
-                raise NotFinite(
-                    f"{name.replace('_', ' ')} of step {step} is {row[name]}"
-                )
+            _require_finite(name.replace("_", " "), step, row[name])
         self._losses.append(row["loss"])
         if step % self.every == 0 or step == self.steps:
             row |= self._line(step)
@@ -158,12 +156,18 @@ def read(path: Path) -> list[dict]:
 
 
 def memory_in_use() -> int:
-    """Peak bytes so far: of the first GPU, without one of this process."""
+    """Bytes: the peak of the first GPU, without one what this process holds now.
+
+    A peak is that of the whole process, of methods that were trained before as well.
+    """
     stats = jax.local_devices()[0].memory_stats()
     if stats:
         return stats["peak_bytes_in_use"]
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no Linux; macOS counts in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident * resource.getpagesize()
 
 
 def megabytes(count: int) -> str:
@@ -174,6 +178,11 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _require_finite(name: str, step: int, value: float) -> None:
+    if not math.isfinite(value):
+        raise NotFinite(f"the {name} of step {step} is {value}")
 
 
 def _perplexity(loss: float) -> float:

@@ -225,7 +225,7 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
                     if not is_finite(state):
-                        raise NotFinite(f"the state after step {step} is not finite")
+                        raise NotFinite(f"the state of step {step} is not finite")
                     checkpoints.save(step, state)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")

@@ -63,6 +63,8 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path
         log.train(4, measured(2.0, norm=bad))
         with pytest.raises(NotFinite, match="gradient norm of step 4"), log.paused():
             pytest.fail("a pause begins when the last step is known to be good")
+        with pytest.raises(NotFinite, match="validation loss of step 4"):
+            log.validation(4, bad)
     assert all(math.isfinite(row["loss"]) for row in rows_of(tmp_path))
 
 

@@ -72,15 +72,26 @@ def test_methods_begin_with_the_same_weights_and_loss(name):
 def gradients_of_8_sequences(name: str):
     job = make(name)
     state = jax.jit(job.init)()
-    return job, state, jax.jit(job.gradients)(state, tokens_abt(1, 8))
+    gradients = jax.jit(job.gradients)
+    return job, state, gradients, gradients(state, tokens_abt(1, 8))
 
 
 @pytest.mark.parametrize("name", ["exact", "compact"])
 def test_microbatches_add_up_to_the_batch(name):
     """Means over 8 sequences, or over 4 of the means over 2: float32 sums reordered."""
-    job, state, whole = gradients_of_8_sequences(name)
+    job, state, _, whole = gradients_of_8_sequences(name)
     parts = jax.jit(job.gradients)(state, tokens_abt(1, 8).reshape(4, 2, -1))
     assert_close(whole, parts, 1e-5)
+
+
+def test_the_projection_changes_with_the_period():
+    _, state, gradients, (_, at_0) = gradients_of_8_sequences("compact")
+    for step, changed in ((2, False), (3, True)):
+        later = state._replace(step=jnp.int32(step))
+        _, grads = gradients(later, tokens_abt(1, 8))
+        for kernel in ("q", "o"):
+            a, b = (g["layers"]["attn"][kernel]["kernel"] for g in (at_0, grads))
+            assert (a == b).all() == (kernel == "o" or not changed)
 
 
 def test_microbatches_are_summed_in_float32_and_in_the_sketch():
@@ -97,7 +108,7 @@ def test_microbatches_are_summed_in_float32_and_in_the_sketch():
 @pytest.mark.parametrize("name", ["exact", "compact"])
 def test_devices_that_share_a_batch_find_the_gradients_of_one(name):
     """Up to the order of sums. Updates may differ more: Adam magnifies it near 0."""
-    job, state, alone = gradients_of_8_sequences(name)
+    job, state, _, alone = gradients_of_8_sequences(name)
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     everywhere, shared = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
     together = jax.jit(job.gradients, out_shardings=everywhere)(
