@@ -17,22 +17,22 @@ mkdir -p "$out"
 rm -f "$out"/step.jsonl "$out"/*.log
 
 if "$python" -c 'import jax; raise SystemExit(jax.default_backend() != "gpu")'; then
-    size=(--model 350m --batch 128 --seq 256 --steps 20 --seconds 12)
+    size=(--model 350m --batch 128 --seq 256 --steps 15 --seconds 8)
 else
     echo "no GPU: toy size"
     size=(--model tiny --batch 4 --seq 64 --dtype float32 --steps 3 --seconds 5)
 fi
 
 failed=0
-limited() { # NAME COMMAND...: within the time that is left, at most 110 s
-    local name=$1 left=$((end - SECONDS))
-    shift
+limited() { # NAME SECONDS COMMAND...: within the time that is left
+    local name=$1 most=$2 left=$((end - SECONDS))
+    shift 2
     if [ "$left" -lt 20 ]; then
         echo "$name: not run, no time left"
         failed=1
-        return
+        return 1
     fi
-    if timeout "$((left < 110 ? left : 110))" "$@" >"$out/$name.log" 2>&1; then
+    if timeout "$((left < most ? left : most))" "$@" >"$out/$name.log" 2>&1; then
         echo "$name: done at $SECONDS s"
     else
         echo "$name: FAILED with status $?, see $out/$name.log"
@@ -45,20 +45,22 @@ limited() { # NAME COMMAND...: within the time that is left, at most 110 s
 step() { # NAME OPTIONS...: one row of step.jsonl
     local name=$1
     shift
-    limited "$name" "$python" benchmarks/step.py --part "$name" "${size[@]}" "$@" &&
+    if limited "$name" 90 "$python" benchmarks/step.py --part "$name" "${size[@]}" "$@"
+    then
         grep '^{' "$out/$name.log" >>"$out/step.jsonl"
+    fi
 }
 
-limited tests "$python" tests/gpu/test_gpu.py
+limited tests 170 "$python" tests/gpu/test_gpu.py
 step exact --method exact
 step remat_nothing --method remat --remat nothing
-step remat_dots --method remat --remat dots
 step remat_dots_no_batch --method remat --remat dots_no_batch
-step compact_quarter --method compact --rank 0.25
-step compact_eighth --method compact --rank 0.125
+step compact --method compact --rank 0.25
+step compact_remat_nothing --method compact --rank 0.25 --remat nothing
+step compact_remat_dots_no_batch --method compact --rank 0.25 --remat dots_no_batch
+step galore --method galore --rank 0.25
+step remat_dots --method remat --remat dots
 step compact_half_4bit --method compact --rank 0.5 --bits 4
 step compact_countsketch --method compact --rank 0.25 --kind countsketch
-step compact_dots_no_batch --method compact --rank 0.25 --remat dots_no_batch
-step galore --method galore --rank 0.25
 "$python" benchmarks/table.py "$out/step.jsonl"
 exit "$failed"

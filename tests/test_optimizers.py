@@ -1,5 +1,7 @@
 """in_subspace: against numpy and optax's GaLore, and around inner transforms."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,6 +229,16 @@ def test_an_inner_that_reads_parameters_gets_their_sketch():
     expected = p @ (p.T @ np.asarray(tree["a"]["kernel"]))
     np.testing.assert_allclose(updates["a"]["kernel"], expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(updates["bias"], tree["bias"])
+
+
+@pytest.mark.parametrize(
+    ("inner", "products"), [(optax.scale_by_adam(), 1), (optax.adamw(0.1), 2)]
+)
+def test_parameters_are_sketched_for_an_inner_that_reads_them_alone(inner, products):
+    """In the compiled update: P N, and P^T W only where weight decay wants it."""
+    tx, tree = jc.in_subspace(subspace(), inner, moment="keep"), params()
+    update = jax.jit(tx.update).lower(gradients(0), tx.init(tree), tree).compile()
+    assert len(re.findall(r" dot\(", update.as_text())) == products
 
 
 def test_update_count_finds_the_state_in_any_chain():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from jaxcompact.subspace import path_name
@@ -63,7 +64,7 @@ class Checkpoints:
         leaves = _describe(state)
         # The caller may donate the state as soon as this returns: it is on the host by
         # then. On a CPU that is a view, and JAX donates no buffer that has one.
-        response = ocp.save_async(unfinished / "state", state)
+        response = ocp.save_async(unfinished / "state", _without_empty(state))
         self._pending = self._writer.submit(
             self._finish, unfinished, step, leaves, response
         )
@@ -78,7 +79,14 @@ class Checkpoints:
 
         ``abstract`` is a tree of `jax.ShapeDtypeStruct`. Use `check` first.
         """
-        return ocp.load(self._path(step) / "state", abstract)
+        loaded = ocp.load(self._path(step) / "state", _without_empty(abstract))
+        return jax.tree.map(
+            lambda a, x: (
+                jnp.zeros(a.shape, a.dtype, device=a.sharding) if x is None else x
+            ),
+            abstract,
+            loaded,
+        )
 
     def check(self, step: int, abstract: Any) -> None:
         """Raises CheckpointError if it is not there, not whole, or of another tree.
@@ -143,6 +151,11 @@ class Checkpoints:
             if found[name] != entry:
                 return f"is damaged: the content of {name} has changed"
         return None
+
+
+def _without_empty(tree: Any) -> Any:
+    """None for each array of no elements (GaLore has some): Orbax refuses them."""
+    return jax.tree.map(lambda x: x if x.size else None, tree)
 
 
 def _describe(tree: Any) -> dict[str, str]:

@@ -21,8 +21,8 @@ READS = {
     "galore": ("remat", "rank", "period", "alpha", "output_alpha"),
 }
 
-# Found by a coarse search on the tiny model, 300 steps of the default data; not galore's,
-# which are its paper's.
+# Found by a coarse search on the tiny model, 300 steps of the default data; galore's
+# are those of its paper.
 DEFAULTS = {
     "exact": {"lr": 3e-3},
     "remat": {"lr": 3e-3},
@@ -202,7 +202,7 @@ class OutputOptions:
     )
     checkpoint_every: int = option(100, "steps", int)
     keep: int = option(2, "checkpoints, the newest", int)
-    eval_every: int = option(100, "steps; always at the end", int)
+    eval_every: int = option(50, "steps; always at the end", int)
     eval_batches: int = option(16, "batches of the held-out text", int)
     log_every: int = option(20, "steps", int)
 

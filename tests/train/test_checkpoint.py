@@ -24,9 +24,10 @@ def make_run(width: int = 64) -> Run:
         "layer": {"kernel": jax.random.normal(keys[0], (width, 64))},
         "half": jax.random.normal(keys[1], (65,)).astype(jnp.bfloat16),
         "key": jnp.arange(2, dtype=jnp.uint32),
+        "empty": jnp.zeros((0, 3), jnp.int32),
     }
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam())
-    return Run(jnp.int32(7), params, tx.init(params))
+    return Run(jnp.int32(7), params, tx.init({"layer": params["layer"]}))
 
 
 def abstract_of(state: Run) -> Run:

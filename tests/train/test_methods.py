@@ -1,14 +1,18 @@
 """The methods: what each keeps, and that they are what they are called."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
 
 import methods
 from configs import ModelConfig
+from jaxcompact.subspace import with_sketches
 from llama import Llama
 from methods import Method
 
@@ -89,6 +93,33 @@ def test_compact_state_is_smaller_by_the_rank(params):
     )
     matrices = 2 * (3 * 32 * 32 + 3 * 32 * 64)
     assert exact - compact == 2 * matrices * 3 // 4 - (2 + 1 + 1)  # key, two counters
+
+
+def test_a_llama_block_keeps_three_sketches_and_no_linear_input():
+    """All that crosses from forward to backward, stacked over the layers, by shape.
+
+    Exact training keeps the three tensors that q, k, v, gate and up, and down read;
+    compact keeps z of each in their place, r = 8, 8 and 16 wide, and nothing else new.
+    """
+    model = Llama(CONFIG, dtype=jnp.float32, attention="xla", rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model, nnx.Param)
+    tokens_bt = jnp.zeros((3, 20), jnp.int32)
+
+    def hidden(params):
+        return jnp.sum(nnx.merge(graphdef, params).hidden(tokens_bt))
+
+    def saved(fun, at):
+        shapes = [a.shape for a, _ in saved_residuals(fun, at)]
+        return Counter(shape for shape in shapes if shape[:3] == (2, 3, 20))
+
+    subspace = Method("compact", rank=0.25).subspace(0)
+    exact = saved(hidden, params)
+    compact = saved(*with_sketches(hidden, subspace, params, 0))
+    sketches = Counter({(2, 3, 20, 8): 2, (2, 3, 20, 16): 1})
+    assert {shape: compact[shape] for shape in sketches} == dict(sketches)
+    assert not compact - exact - sketches
+    gone = exact - compact
+    assert gone[2, 3, 20, 32] >= 2 and gone[2, 3, 20, 64] == 1
 
 
 def test_alphas_scale_their_matrices_alone(params):
