@@ -6,8 +6,9 @@
 `run` trains the ``tiny`` model on the bytes of the novels and appends a row per run to
 ``benchmarks/results/pretraining.jsonl``; rows that are there already are not run again.
 Every method's learning rate and alpha (the scale of the compressed kernels' updates;
-exact training has it too) are searched over the same grid with seed 0; the best pair is
-then run with two more seeds. `table` prints the table of ``docs/results.md``.
+exact training has it too) are searched over the same grid with seed 0; the best pair
+is then run with two more seeds. The variants in `LONGER` are searched again with four
+times the steps, one seed. `table` prints the tables of ``docs/results.md``.
 """
 
 import argparse
@@ -31,22 +32,24 @@ RESULTS = ROOT / "benchmarks" / "results" / "pretraining.jsonl"
 # Learning rate and alpha. (3e-3, 0.3) and (1.2e-2, 1.0), tried with the first five
 # variants, were never the best and often the worst.
 GRID = ((3e-3, 1.0), (6e-3, 0.3), (6e-3, 1.0), (1.2e-2, 0.3))
-SEEDS = (0, 1, 2)
 STEPS, BATCH, SEQ = 400, 8, 128
+SEEDS = {STEPS: (0, 1, 2), 4 * STEPS: (0,)}  # that the best pair is run with
+LONGER = ("exact AdamW", "CompAct n/4, countsketch")
 WARMUP, PERIOD = 0.1, 100
 
+GAUSSIAN = {"name": "compact", "kind": "gaussian"}
 # label -> fields of `methods.Method`; "channel" is this file's own baseline.
 VARIANTS = {
     "exact AdamW": {"name": "exact"},
     "AdamW, one second moment per output channel": {"name": "channel"},
-    "CompAct n/4": {"name": "compact", "rank": 0.25},
-    "CompAct n/2, z in 4 bits": {"name": "compact", "rank": 0.5, "bits": 4},
+    "CompAct n/4": GAUSSIAN | {"rank": 0.25},
+    "CompAct n/2, z in 4 bits": GAUSSIAN | {"rank": 0.5, "bits": 4},
     "GaLore n/4": {"name": "galore", "rank": 0.25},
-    "CompAct n/2": {"name": "compact", "rank": 0.5},
-    "CompAct n/8": {"name": "compact", "rank": 0.125},
-    "CompAct n/4, z in 4 bits": {"name": "compact", "bits": 4},
-    "CompAct n/4, moment kept": {"name": "compact", "moment": "keep"},
-    "CompAct n/4, moment transferred": {"name": "compact", "moment": "transfer"},
+    "CompAct n/2": GAUSSIAN | {"rank": 0.5},
+    "CompAct n/8": GAUSSIAN | {"rank": 0.125},
+    "CompAct n/4, z in 4 bits": GAUSSIAN | {"bits": 4},
+    "CompAct n/4, moment kept": GAUSSIAN | {"moment": "keep"},
+    "CompAct n/4, moment transferred": GAUSSIAN | {"moment": "transfer"},
     "CompAct n/4, orthonormal": {"name": "compact", "kind": "orthonormal"},
     "CompAct n/4, countsketch": {"name": "compact", "kind": "countsketch"},
     "CompAct n/4, rademacher": {"name": "compact", "kind": "rademacher"},
@@ -89,7 +92,7 @@ def scale_by_channel_adam(b1=0.9, b2=0.999, eps=1e-8):
 class Trainer:
     """A variant under one seed, compiled once for all learning rates and alphas."""
 
-    def __init__(self, variant: dict, seed: int, data):
+    def __init__(self, variant: dict, seed: int, steps: int, data):
         import methods
         from configs import MODELS
         from llama import Llama
@@ -101,7 +104,7 @@ class Trainer:
         subspace = method.subspace(seed)
         config = dataclasses.replace(MODELS["tiny"], vocab_size=data.vocab_size)
         schedule = optax.warmup_cosine_decay_schedule(
-            0.0, 1.0, round(WARMUP * STEPS), STEPS, 0.1
+            0.0, 1.0, round(WARMUP * steps), steps, 0.1
         )
         tx = methods.optimizer(
             method,
@@ -112,7 +115,7 @@ class Trainer:
         )
         model = Llama(config, dtype=jnp.float32, rngs=nnx.Rngs(seed))
         graphdef, self.params = nnx.split(model, nnx.Param)
-        self.init, self.data, self.seed = tx.init, data, seed
+        self.init, self.data, self.seed, self.steps = tx.init, data, seed, steps
 
         def loss(params, tokens):
             model = nnx.merge(graphdef, params)
@@ -135,7 +138,7 @@ class Trainer:
         """Trains from the start; the mean validation loss at the end."""
         start = time.perf_counter()
         params, state = self.params, self.init(self.params)
-        for step in range(STEPS):
+        for step in range(self.steps):
             tokens = self.data.batch(
                 step, batch_size=BATCH, seq_len=SEQ, seed=self.seed
             )
@@ -151,27 +154,35 @@ def rows() -> list[dict]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()]
 
 
-def best(done: list[dict], label: str) -> tuple[float, float] | None:
+def best(done: list[dict], label: str, steps: int) -> tuple[float, float] | None:
     """The pair with the lowest validation loss at seed 0, once the grid is complete."""
     grid = {
         (row["lr"], row["alpha"]): row["loss"]
         for row in done
-        if row["label"] == label and row["seed"] == 0
+        if row["label"] == label and row["seed"] == 0 and row["steps"] == steps
     }
     return min(GRID, key=grid.get) if all(pair in grid for pair in GRID) else None
 
 
-def pending(labels: list[str]) -> list[tuple[str, float, float, int]]:
-    """Runs still to do: the grid at seed 0 first, then the best pair's other seeds."""
+Job = tuple[str, int, int, tuple[float, float]]  # label, seed, steps, (lr, alpha)
+
+
+def job_of(row: dict) -> Job:
+    return row["label"], row["seed"], row["steps"], (row["lr"], row["alpha"])
+
+
+def pending(labels: list[str]) -> list[Job]:
+    """Runs still to do: the grid at seed 0, then the best pair's other seeds."""
     done = rows()
-    have = {(r["label"], r["lr"], r["alpha"], r["seed"]) for r in done}
     todo = []
     for label in labels:
-        chosen = best(done, label)
-        if chosen is None:
-            todo += [(label, *pair, 0) for pair in GRID]
-        else:
-            todo += [(label, *chosen, seed) for seed in SEEDS]
+        for steps in SEEDS if label in LONGER else (STEPS,):
+            pair = best(done, label, steps)
+            if pair is None:
+                todo += [(label, 0, steps, pair) for pair in GRID]
+            else:
+                todo += [(label, seed, steps, pair) for seed in SEEDS[steps]]
+    have = set(map(job_of, done))
     return [job for job in todo if job not in have]
 
 
@@ -183,43 +194,35 @@ def run(source: str, part: str) -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     labels = list(VARIANTS)[index - 1 :: parts]
     while jobs := pending(labels):
-        label, seed = jobs[0][0], jobs[0][3]
-        trainer = Trainer(VARIANTS[label], seed, data)
-        pairs = [job[1:3] for job in jobs if (job[0], job[3]) == (label, seed)]
-        for lr, alpha in pairs:
-            result = trainer.run(lr, alpha)
-            row = {"label": label, "lr": lr, "alpha": alpha, "seed": seed, **result}
+        label, seed, steps, _ = jobs[0]
+        trainer = Trainer(VARIANTS[label], seed, steps, data)
+        for job in jobs:
+            if job[:3] != (label, seed, steps):
+                continue
+            lr, alpha = job[3]
+            row = {"label": label, "lr": lr, "alpha": alpha, "seed": seed}
+            row |= {"steps": steps} | trainer.run(lr, alpha)
             with RESULTS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-            print(
-                f"{label}: lr {lr} alpha {alpha} seed {seed}: {result['loss']:.4f} "
-                f"in {result['seconds']} s",
-                flush=True,
-            )
+            print(row, flush=True)
 
 
 def table() -> None:
     done = rows()
-    print(
-        "| method | lr | alpha | validation loss, mean of 3 seeds | lowest, highest |"
-    )
-    print("|---|---|---|---|---|")
-    for label in VARIANTS:
-        pair = best(done, label)
-        if pair is None:
-            print(f"| {label} | not run yet | | | |")
-            continue
-        losses = [
-            row["loss"]
-            for row in done
-            if row["label"] == label and (row["lr"], row["alpha"]) == pair
-        ]
-        seeds = "" if len(losses) == len(SEEDS) else f" ({len(losses)} seeds only)"
-        print(
-            f"| {label} | {pair[0]:g} | {pair[1]:g} "
-            f"| {statistics.fmean(losses):.4f}{seeds} "
-            f"| {min(losses):.4f}, {max(losses):.4f} |"
-        )
+    for steps, labels in ((STEPS, VARIANTS), (4 * STEPS, LONGER)):
+        print(f"| method, {steps} steps | lr | alpha | validation loss | of seeds |")
+        print("|---|---|---|---|---|")
+        for label in labels:
+            pair = best(done, label, steps)
+            jobs = [(label, seed, steps, pair) for seed in SEEDS[steps]]
+            losses = [row["loss"] for row in done if job_of(row) in jobs]
+            if not losses:
+                print(f"| {label} | not run yet | | | |")
+                continue
+            each = ", ".join(f"{loss:.4f}" for loss in sorted(losses))
+            mean = statistics.fmean(losses)
+            print(f"| {label} | {pair[0]:g} | {pair[1]:g} | {mean:.4f} | {each} |")
+        print()
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,10 @@ def test_pretraining_options_in_the_readme_are_understood():
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)]+)\)", README))
 def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
+
+
+def test_results_hold_the_tables_that_the_benchmarks_print():
+    command = [sys.executable, "benchmarks/pretraining.py", "table"]
+    table = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert table.stdout.count("\n") > 3
+    assert table.stdout in (ROOT / "docs" / "results.md").read_text()
