@@ -1,4 +1,4 @@
-"""Doctests run as users would: optax's ``decay ** count`` is not strict about dtypes."""
+"""Doctests run as users would: optax's ``decay ** count`` is not strict."""
 
 import jax
 import pytest

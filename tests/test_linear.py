@@ -198,7 +198,7 @@ def test_checkpoint_policies_see_the_products():
     space, x = subspace(BLOCK, rank=0.25), jnp.ones((2, 8, 16))
     kept = jax.checkpoint(block, policy=jax.checkpoint_policies.dots_saveable)
     saved = residuals(lambda p, x: kept(p, x).sum(), space, block_params(), x)
-    # q, k, v, gate, up, and the sketches of their inputs and of down's; x is an argument.
+    # q, k, v, gate, up, and the sketches of their inputs and of down's.
     assert sorted(shape for _, shape, _ in saved) == sorted(
         [(2, 8, 16)] * 3 + [(2, 8, 40)] * 2 + [(2, 8, 4)] * 2 + [(2, 8, 10)]
     )
