@@ -32,8 +32,8 @@ REMAT = {
 class Method:
     """One way to train.
 
-    The defaults are CompAct's at n/4 with its period for models up to 350m, and the
-    kind that did best in docs/results.md; the paper's is gaussian.
+    The defaults are CompAct's at n/4, with the kind that did best in docs/results.md;
+    the paper's is gaussian.
 
     Attributes:
         name: ``exact`` AdamW; ``remat``, the same with recomputation; ``compact``;
@@ -52,7 +52,7 @@ class Method:
     remat: str = "none"
     rank: float | int = 0.25
     kind: Kind = "countsketch"
-    period: int = 50
+    period: int = 200
     alpha: float = 1.0
     output_alpha: float = 1.0
     bits: int = 16

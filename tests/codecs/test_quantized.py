@@ -49,7 +49,7 @@ def test_equals_the_emulation(shape, dtype, bits):
     np.testing.assert_array_equal(round_trip(codec, x), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 70),
     st.sampled_from([4, 8]),

@@ -275,7 +275,7 @@ def refused(capsys, arguments: list[str]) -> str:
     [
         (["--seed", "1"], "seed was 0 and is 1 now"),
         (["--rank", "0.5"], "rank was 0.25 and is 0.5 now"),
-        (["--kind", "sparse"], "kind was 'gaussian' and is 'sparse' now"),
+        (["--kind", "sparse"], "kind was 'countsketch' and is 'sparse' now"),
         (["--period", "4"], "period was 3 and is 4 now"),
         (["--seq-len", "8"], "seq_len was 16 and is 8 now"),
         (["--steps", "20"], "steps was 10 and is 20 now"),
