@@ -26,7 +26,7 @@ class Dense(nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        kernel = self.get_variable("params", "kernel")
+        kernel = _unboxed(self.get_variable("params", "kernel"))
         if not isinstance(kernel, SketchedKernel):
             return super().__call__(inputs)
         if self.dot_general is not None or self.dot_general_cls is not None:
@@ -34,5 +34,10 @@ class Dense(nn.Dense):
                 f"dot_general and dot_general_cls must be left at their defaults for "
                 f"{kernel.path!r}, which is in the subspace"
             )
-        bias = self.get_variable("params", "bias")
+        bias = _unboxed(self.get_variable("params", "bias"))
         return linear(inputs, kernel, bias, dtype=self.dtype, precision=self.precision)
+
+
+def _unboxed(param):
+    """The value of a parameter that `flax.linen.with_partitioning` put in a box."""
+    return param.value if isinstance(param, nn.Partitioned) else param

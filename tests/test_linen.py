@@ -32,3 +32,20 @@ def test_what_the_sketch_does_not_know_is_refused():
         jc.value_and_grad(lambda v: layer.apply(v, X).sum(), SUBSPACE)(
             variables, step=0
         )
+
+
+def test_partitioned_parameters():
+    """Boxes of nn.with_partitioning: the same gradients, in the same boxes."""
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    layer = clinen.Dense(8, kernel_init=init)
+    boxed = layer.init(jax.random.key(2), X)
+    assert isinstance(boxed["params"]["kernel"], nn.Partitioned)
+
+    def grads(layer, variables):
+        grad = jc.value_and_grad(lambda v: jnp.sum(layer.apply(v, X) ** 2), SUBSPACE)
+        return grad(variables, step=0)[1]["params"]
+
+    got, expected = grads(layer, boxed), grads(clinen.Dense(8), nn.unbox(boxed))
+    assert got["kernel"].names == (None, "model")
+    np.testing.assert_array_equal(got["kernel"].value, expected["kernel"])
+    np.testing.assert_array_equal(got["bias"], expected["bias"])
