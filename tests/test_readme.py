@@ -38,7 +38,7 @@ def test_pretraining_options_in_the_readme_are_understood():
 
     for line in "\n".join(blocks("sh")).splitlines():
         if line.startswith("python train/pretrain.py --model"):
-            options.parse(line.split()[2:])
+            assert options.parse(line.split()[2:])
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)]+)\)", README))
