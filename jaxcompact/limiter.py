@@ -35,8 +35,8 @@ def limit_norm_growth(gamma: float = 1.01) -> optax.GradientTransformation:
         raise ValueError(f"gamma must be at least 1, got {gamma!r}")
 
     def init(params):
-        zero = jnp.zeros((), jnp.float32)
-        return LimitNormGrowthState(jax.tree.map(lambda _: zero, params))
+        norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
+        return LimitNormGrowthState(norms)
 
     def update(updates, state, params=None):
         del params

@@ -99,7 +99,7 @@ def linear(
     >>> jc.linear(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
     (2, 4)
     """
-    if x.shape[-1] != kernel.shape[0] or len(kernel.shape) != 2:
+    if len(kernel.shape) != 2 or x.shape[-1] != kernel.shape[0]:
         raise ValueError(
             f"kernel must have shape (n, m) with n the last axis of x, got kernel "
             f"{kernel.shape} and x {x.shape}"

@@ -53,8 +53,8 @@ def value_and_grad(
 
     Returns ``wrapped(model, *args, step, **kwargs) -> (value, grads)``; ``grads`` is a
     `flax.nnx.State` for `flax.nnx.Optimizer.update`. Other state of the model (batch
-    statistics, RNG counts) is updated in place as Flax does. See
-    `jaxcompact.value_and_grad`.
+    statistics, RNG counts) is updated in place as Flax does; modules and `Rngs` among
+    the other arguments can be read but not changed. See `jaxcompact.value_and_grad`.
 
     >>> import jax, optax, jaxcompact as jc
     >>> import jax.numpy as jnp

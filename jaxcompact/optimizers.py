@@ -39,8 +39,10 @@ def in_subspace(
     ``b2 = 0.999`` never decays). The updates have the parameters' shapes and dtypes.
     An ``inner`` that reads parameters gets ``P^T W`` for the kernels in the subspace.
 
-    To accumulate gradients, put `optax.MultiSteps` inside: its accumulator is r x m
-    and float32, and P stays for all of its mini-steps.
+    To accumulate gradients, add up those of the microbatches, as they are, and call
+    update once. Or put `optax.MultiSteps` inside: its accumulator is r x m and float32,
+    and P stays for all of its mini-steps; but what is chained after `in_subspace` (a
+    weight decay, a schedule) then runs at every mini-step.
 
     Args:
         subspace: the one given to `value_and_grad`. A state that was made under another
@@ -82,7 +84,8 @@ def in_subspace(
         return SubspaceState(
             count=jnp.zeros((), jnp.int32),
             generation=generation,
-            key=jax.random.key_data(subspace.key),
+            # A copy: a step that donates its state must not take the subspace's key.
+            key=jnp.array(jax.random.key_data(subspace.key), copy=True),
             inner=inner.init(_sketched(slots, subspace.key, generation, params)),
         )
 
@@ -253,6 +256,8 @@ def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
             return type(node)(*map(walk, node, node._fields))
         if isinstance(node, tuple | list):
             return type(node)(map(walk, node))
+        if isinstance(node, dict):
+            return {key: walk(value) for key, value in node.items()}
         return node
 
     return walk(state)

@@ -67,8 +67,9 @@ class Subspace:
             match a parameter's whole path (``"layers/attn/q/kernel"``); the first
             pattern that matches a path decides. Leading axes of a kernel of more than
             two are layers, each with its own P.
-        key: a typed PRNG key, ``jax.random.key(seed)``. P is a pure function of
-            (key, path, layer, step // period) and is never stored.
+        key: a typed PRNG key, ``jax.random.key(seed)``, threefry2x32. P is a pure
+            function of (key, the kernel's module and sizes, layer, step // period) and
+            is never stored.
         period: updates between two projections.
 
     Raises ValueError for no rules, a pattern that is not a regular expression, a value
@@ -108,6 +109,12 @@ class Subspace:
         if not (dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)):
             raise ValueError(
                 f"key must be a typed PRNG key, jax.random.key(seed), got {self.key!r}"
+            )
+        if (impl := str(jax.random.key_impl(self.key))) != "threefry2x32":
+            # Others give other bits under vmap, and so another P than the update's.
+            raise ValueError(
+                f"key must be of impl 'threefry2x32', whose bits are the same under "
+                f"vmap: jax.random.key(seed, impl='threefry2x32'); got {impl!r}"
             )
         if self.key.shape != ():
             raise ValueError(f"key must be one key, got an array of {self.key.shape}")
@@ -152,6 +159,11 @@ def value_and_grad(
     ``step`` is the number of updates made so far, `update_count(opt_state)`. It chooses
     P, so it stays the same for all microbatches of one update, whose gradients may be
     added up as they are.
+
+    The kernels are constants of ``fun``: what else it does with them has no gradient.
+    A penalty on weights belongs into the optimizer (`optax.add_decayed_weights`).
+    A ``step`` other than the optimizer's own count takes the gradient in a P that the
+    update does not lift with, which nothing can notice.
 
     ``fun`` must read these kernels through `jaxcompact.linear` or the layers of
     `jaxcompact.nnx` and `jaxcompact.linen`.
@@ -215,8 +227,10 @@ def with_sketches(
 
 def path_name(path: tuple) -> str:
     """A leaf's name, ``"layers/attn/q/kernel"``, the same in NNX as in plain trees."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.removesuffix("/value")  # of an NNX variable
+    # NNX variables and Linen's partitioning boxes hold their array as an attribute.
+    if path[-1:] == (jax.tree_util.GetAttrKey("value"),):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:

@@ -200,6 +200,27 @@ def test_resume_across_a_new_projection_is_bit_identical():
     jax.tree.map(np.testing.assert_array_equal, whole, resumed)
 
 
+def test_the_state_may_be_donated():
+    """Donation deletes the state's buffers; the subspace's key is not one of them."""
+    space, tree = subspace(), params()
+    tx = optax.chain(jc.scale_by_subspace_adam(space), jc.limit_norm_growth())
+    state = jax.jit(tx.update, donate_argnums=1)(gradients(0), tx.init(tree), tree)[1]
+    jax.jit(tx.update, donate_argnums=1)(gradients(1), state, tree)
+    assert jax.random.key_data(space.key).shape == (2,)
+
+
+def test_moments_in_dicts_are_reset_too():
+    inner = optax.partition(
+        {"all": optax.trace(0.9)}, lambda t: jax.tree.map(lambda _: "all", t)
+    )
+    tx, tree = jc.in_subspace(subspace(period=1), inner), params()
+    state, ones = tx.init(tree), jax.tree.map(jnp.ones_like, gradients(0))
+    for _ in range(3):
+        _, state = tx.update(ones, state, tree)
+    traces = [x for x in jax.tree.leaves(state.inner) if x.shape == (R, M)]
+    np.testing.assert_array_equal(traces[0], 1.0)
+
+
 def test_another_key_gives_nan_rather_than_the_wrong_projection():
     state = jc.scale_by_subspace_adam(subspace()).init(params())
     other = jc.Subspace(subspace().rules, jax.random.key(5), 3)

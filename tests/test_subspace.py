@@ -45,6 +45,20 @@ def test_the_first_rule_that_matches_decides():
     assert slots["layers/attn/k/kernel"].rank == 4
 
 
+def test_a_kernel_called_value_keeps_its_name():
+    params = {"attn": {name: jnp.ones((16, 4)) for name in ("query", "value")}}
+    slots = subspace({"attn/.*": jc.Projection(rank=4)}).slots(params)
+    assert set(slots) == {"attn/query", "attn/value"}
+
+
+def test_a_penalty_in_the_loss_has_no_gradient():
+    """As value_and_grad's docstring says."""
+    space = subspace({r"head/kernel": jc.Projection(rank=4)})
+    penalty = lambda p: jnp.sum(p["head"]["kernel"].weight ** 2)  # noqa: E731
+    value, grads = jc.value_and_grad(penalty, space)(PARAMS, step=0)
+    assert value > 0 and not grads["head"]["kernel"].any()
+
+
 def keys_of(space, path="layers/attn/q/kernel", step=0):
     slot = space.slots(PARAMS)[path]
     return jax.random.key_data(slot.keys(space.key, space.generation(step)))
@@ -125,6 +139,7 @@ def test_has_aux_and_keyword_arguments():
             {"key": jax.random.split(jax.random.key(0))},
             r"one key, got an array of \(2,\)",
         ),
+        ({"key": jax.random.key(0, impl="rbg")}, "impl 'threefry2x32'.*got 'rbg'"),
         ({"period": 0}, "period must be a positive int, got 0"),
         ({"period": 2.5}, "period must be a positive int, got 2.5"),
         ({"period": True}, "period must be a positive int, got True"),
