@@ -206,7 +206,7 @@ def test_the_state_may_be_donated():
     tx = optax.chain(jc.scale_by_subspace_adam(space), jc.limit_norm_growth())
     state = jax.jit(tx.update, donate_argnums=1)(gradients(0), tx.init(tree), tree)[1]
     jax.jit(tx.update, donate_argnums=1)(gradients(1), state, tree)
-    assert jax.random.key_data(space.key).shape == (2,)
+    assert np.asarray(jax.random.key_data(space.key)).shape == (2,)  # reads it
 
 
 def test_moments_in_dicts_are_reset_too():
