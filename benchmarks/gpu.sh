@@ -53,13 +53,13 @@ step() { # NAME OPTIONS...: one row of step.jsonl
 
 limited tests 170 "$python" tests/gpu/test_gpu.py
 step exact --method exact
-step remat_nothing --method remat --remat nothing
-step remat_dots_no_batch --method remat --remat dots_no_batch
+step remat_nothing --method remat --checkpoint nothing
+step remat_dots_no_batch --method remat --checkpoint dots_no_batch
 step compact --method compact --rank 0.25
-step compact_remat_nothing --method compact --rank 0.25 --remat nothing
-step compact_remat_dots_no_batch --method compact --rank 0.25 --remat dots_no_batch
+step compact_remat_nothing --method compact --rank 0.25 --checkpoint nothing
+step compact_remat_dots_no_batch --method compact --rank 0.25 --checkpoint dots_no_batch
 step galore --method galore --rank 0.25
-step remat_dots --method remat --remat dots
+step remat_dots --method remat --checkpoint dots
 step compact_half_4bit --method compact --rank 0.5 --bits 4
 step compact_countsketch --method compact --rank 0.25 --kind countsketch
 "$python" benchmarks/table.py "$out/step.jsonl"

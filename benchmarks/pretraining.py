@@ -64,7 +64,7 @@ def scale_by_channel_adam(b1=0.9, b2=0.999, eps=1e-8):
     does to training is this, and has nothing to do with projections.
     """
     import methods
-    from jaxcompact.subspace import path_name
+    from jaxcompact.paths import path_name
 
     def second(path, g):
         matrix = methods.re.fullmatch(methods.MATRICES, path_name(path))

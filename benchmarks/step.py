@@ -52,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--part", help="name of the row (default: the method)")
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--method", default="exact")
-    parser.add_argument("--remat")
+    parser.add_argument("--checkpoint")
     parser.add_argument(
         "--rank", type=lambda text: float(text) if "." in text else int(text)
     )

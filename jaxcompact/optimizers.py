@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcompact.subspace import Slot, Subspace, path_name
+from jaxcompact.paths import path_name
+from jaxcompact.subspace import Slot, Subspace
 
 Moment = Literal["keep", "reset", "transfer"]
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.linear import SketchedKernel, shared_sketches
+from jaxcompact.paths import path_name
 from jaxcompact.projection import Projection
 
 
@@ -223,14 +224,6 @@ def with_sketches(
             return fun(jax.tree.map_with_path(kernel, tree, params), *args, **kwargs)
 
     return of_sketches, jax.tree.map_with_path(zeros, params)
-
-
-def path_name(path: tuple) -> str:
-    """A leaf's name, ``"layers/attn/q/kernel"``, the same in NNX as in plain trees."""
-    # NNX variables and Linen's partitioning boxes hold their array as an attribute.
-    if path[-1:] == (jax.tree_util.GetAttrKey("value"),):
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:

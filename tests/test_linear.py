@@ -139,11 +139,8 @@ def test_one_layer_saves_z_and_the_weight_and_nothing_else():
     [z] = residuals(product, subspace(), params, x)
     assert z[:2] == ("float32", (4, 6, 8)) and SKETCH in z[2]
     saved = residuals(product, subspace(codec=jc.Quantized(4)), params, x)
-    # Eight entries a row: four bytes of codes and one scale.
-    assert sorted(s[:2] for s in saved) == [
-        ("bfloat16", (4, 6, 1)),
-        ("uint8", (4, 6, 4)),
-    ]
+    # 192 entries, whose short rows are merged: 96 bytes of codes and three scales.
+    assert sorted(s[:2] for s in saved) == [("bfloat16", (3,)), ("uint8", (96,))]
     plain = [(a.shape, s) for a, s in saved_residuals(product, params, x)]
     assert ((4, 6, N), "from the argument x") in plain
 

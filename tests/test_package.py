@@ -18,10 +18,14 @@ ROOT = Path(__file__).resolve().parent.parent
 # Imports point to lower layers only. A new module of jaxcompact needs a place here.
 LAYERS = (
     {"kernels"},
-    {"codecs"},
-    {"projection"},
-    {"linear", "limiter"},
-    {"subspace"},
+    {"codecs", "graph", "paths"},
+    {"projection", "kinds"},
+    {"linear", "limiter", "scores"},
+    {"subspace", "tensors"},
+    {"policy"},
+    {"policies", "replay"},
+    {"traced"},
+    {"checkpoint"},
     {"optimizers"},
     {"nnx", "linen"},
 )

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from jaxcompact.subspace import path_name
+from jaxcompact.paths import path_name
 
 _UNFINISHED = ".unfinished"
 

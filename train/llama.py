@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jaxcompact as jc
 from configs import ModelConfig
 from jaxcompact.nnx import Linear
 
-Remat = Callable[..., Any] | Literal["nothing"] | None
+Checkpoint = jc.Policy | Callable[..., Any] | Literal["nothing"] | None
 
 
 class RMSNorm(nnx.Module):
@@ -61,7 +62,7 @@ def rope(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 class Attention(nnx.Module):
-    def __init__(self, cfg: ModelConfig, linear: Callable, attention: str):
+    def __init__(self, cfg: ModelConfig, linear: Callable, attention: str | Callable):
         inner, kv_inner = cfg.width, cfg.num_kv_heads * cfg.head_dim
         self.q = linear(cfg.width, inner)
         self.k = linear(cfg.width, kv_inner)
@@ -80,9 +81,12 @@ class Attention(nnx.Module):
             # Its gradient mixes float32 with 16-bit operands, which neither strict
             # promotion nor the speed of a CPU likes.
             operands = (a.astype(jnp.float32) for a in operands)
-        mixed_bthk = jax.nn.dot_product_attention(
-            *operands, is_causal=True, implementation=self.implementation
-        )
+        if callable(self.implementation):
+            mixed_bthk = self.implementation(*operands)
+        else:
+            mixed_bthk = jax.nn.dot_product_attention(
+                *operands, is_causal=True, implementation=self.implementation
+            )
         return self.o(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
 
 
@@ -120,11 +124,13 @@ class Llama(nnx.Module):
         dtype: of the computation and of the residual stream. Norms, rotations, softmax
             and logits are float32 inside.
         param_dtype: of the parameters.
-        remat: what the backward pass finds of a layer: None for all that it needs, a
-            policy of `jax.checkpoint`, or "nothing" for full recomputation.
-        attention: ``implementation`` of `jax.nn.dot_product_attention`. By default
-            cuDNN's on a GPU with a 16-bit dtype, else XLA's: say it where the program
-            is compiled for another device than this process has.
+        checkpoint: what the backward pass finds of a layer: None for all that it needs,
+            "nothing" for full recomputation, a policy of `jax.checkpoint` or one of
+            `jaxcompact.checkpoint`.
+        attention: ``implementation`` of `jax.nn.dot_product_attention`, or a function
+            of q, k, v (b, t, h, k). By default cuDNN's on a GPU with a 16-bit dtype,
+            else XLA's: say it where the program is compiled for another device than
+            this process has.
         rngs: the stream ``params`` makes the initial weights.
 
     >>> from configs import ModelConfig
@@ -140,18 +146,20 @@ class Llama(nnx.Module):
         *,
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
-        remat: Remat = None,
-        attention: str | None = None,
+        checkpoint: Checkpoint = None,
+        attention: str | Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        if not (remat is None or remat == "nothing" or callable(remat)):
+        if not (
+            checkpoint in (None, "nothing") or callable(checkpoint)
+        ) and not hasattr(checkpoint, "decide"):
             raise ValueError(
-                f'remat must be None, "nothing" or a policy of jax.checkpoint, '
-                f"got {remat!r}"
+                f'checkpoint must be None, "nothing" or a policy, got {checkpoint!r}'
             )
-        if attention not in (None, "cudnn", "xla"):
+        if not (attention in (None, "cudnn", "xla") or callable(attention)):
             raise ValueError(
-                f'attention must be None, "cudnn" or "xla", got {attention!r}'
+                f'attention must be None, "cudnn", "xla" or a function, '
+                f"got {attention!r}"
             )
         if attention is None:
             on_gpu = jax.default_backend() == "gpu"
@@ -176,7 +184,7 @@ class Llama(nnx.Module):
         if not cfg.tied:
             self.head = linear(cfg.width, cfg.vocab_size, rngs=rngs)
         self.cfg = cfg
-        self.remat = remat
+        self.checkpoint = checkpoint
 
     def __call__(self, tokens_bt: jax.Array) -> jax.Array:
         """Logits, float32 (b, t, v)."""
@@ -200,8 +208,11 @@ class Llama(nnx.Module):
         def layer(x_btd, state):
             return nnx.merge(graphdef, state)(x_btd, *tables), None
 
-        if self.remat is not None:
-            policy = None if self.remat == "nothing" else self.remat
+        policy = self.checkpoint
+        if hasattr(policy, "decide"):
+            layer = jc.checkpoint(layer, policy=policy, params=1, prevent_cse=False)
+        elif policy is not None:
+            policy = None if policy == "nothing" else policy
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
         x_btd, _ = jax.lax.scan(layer, self.embed(tokens_bt), stack)
         return self.norm(x_btd)

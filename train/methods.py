@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ import optax
 
 import jaxcompact as jc
 from jaxcompact.optimizers import Moment
+from jaxcompact.paths import path_name
 from jaxcompact.projection import Kind
-from jaxcompact.subspace import path_name
 
 Name = Literal["exact", "remat", "compact", "galore"]
 
@@ -20,11 +20,17 @@ Name = Literal["exact", "remat", "compact", "galore"]
 MATRICES = r"layers/(attn/(q|k|v)|mlp/(gate|up|down))/kernel"
 ATTENTION_OUTPUT = "layers/attn/o/kernel"
 
-REMAT = {
+# What the backward pass finds of a block.
+CHECKPOINT = {
     "none": None,
-    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "nothing": "nothing",
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "int8": jc.policies.int8(),
+    "int4": jc.policies.int4(),
+    "int3": jc.policies.int3(),
+    "uniform8": jc.policies.uniform(jc.Quantized(bits=8)),
+    "uniform4": jc.policies.uniform(jc.Quantized(bits=4)),
 }
 
 
@@ -38,7 +44,7 @@ class Method:
     Attributes:
         name: ``exact`` AdamW; ``remat``, the same with recomputation; ``compact``;
             ``galore`` from optax.
-        remat: what `jax.checkpoint` keeps of a block; a key of `REMAT`.
+        checkpoint: what the backward pass finds of a block; a key of `CHECKPOINT`.
         rank: of the sketch, as `jaxcompact.Projection` takes it; of GaLore's subspace.
         kind: of random projection.
         period: updates between two projections.
@@ -49,7 +55,7 @@ class Method:
     """
 
     name: Name = "exact"
-    remat: str = "none"
+    checkpoint: str = "none"
     rank: float | int = 0.25
     kind: Kind = "countsketch"
     period: int = 200
@@ -61,7 +67,7 @@ class Method:
     def __post_init__(self):
         choices = {
             "name": get_args(Name),
-            "remat": tuple(REMAT),
+            "checkpoint": tuple(CHECKPOINT),
             "bits": (16, 8, 4),
             "moment": get_args(Moment),
         }
@@ -71,13 +77,13 @@ class Method:
                     f"{field} must be one of {', '.join(map(str, allowed))}, "
                     f"got {getattr(self, field)!r}"
                 )
-        if self.name == "remat" and self.remat == "none":
-            object.__setattr__(self, "remat", "nothing")
+        if self.name == "remat" and self.checkpoint == "none":
+            object.__setattr__(self, "checkpoint", "nothing")
         _ = self.projection  # says a wrong rank, kind or alpha at once
 
     @property
-    def remat_policy(self) -> Callable | None:
-        return REMAT[self.remat]
+    def checkpoint_policy(self) -> Any:
+        return CHECKPOINT[self.checkpoint]
 
     @property
     def projection(self) -> jc.Projection:

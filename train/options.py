@@ -9,16 +9,25 @@ from typing import Any, get_args
 from configs import MODELS
 from jaxcompact.optimizers import Moment
 from jaxcompact.projection import Kind
-from methods import REMAT, Method, Name
+from methods import CHECKPOINT, Method, Name
 
 # The options that a method reads; of `Method` itself all others stay as they are.
 READS = {
-    "exact": ("remat",),
-    "remat": ("remat",),
+    "exact": ("checkpoint",),
+    "remat": ("checkpoint",),
     "compact": (
-        *("remat", "rank", "kind", "period", "alpha", "output_alpha", "bits", "moment"),
+        *(
+            "checkpoint",
+            "rank",
+            "kind",
+            "period",
+            "alpha",
+            "output_alpha",
+            "bits",
+            "moment",
+        ),
     ),
-    "galore": ("remat", "rank", "period", "alpha", "output_alpha"),
+    "galore": ("checkpoint", "rank", "period", "alpha", "output_alpha"),
 }
 
 # Found by a coarse search on the tiny model, 300 steps of the default data; galore's
@@ -62,8 +71,11 @@ class MethodOptions:
         f"{', '.join(get_args(Name))}; those of a comma list are trained in turn, on "
         "the same batches, and compared",
     )
-    remat: str | None = option(
-        None, "what jax.checkpoint keeps of a block", choices=tuple(REMAT)
+    checkpoint: str | None = option(
+        None,
+        "what the backward pass finds of a block: a policy of jax.checkpoint or of "
+        "jaxcompact.checkpoint",
+        choices=tuple(CHECKPOINT),
     )
     rank: int | float | None = option(
         None,

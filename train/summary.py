@@ -39,7 +39,7 @@ def linear_input_bytes(training: Training, params: Any, tokens: int) -> int:
     keep it once: x in the dtype of the computation, or z as its codec stores it. With
     rematerialization they keep nothing.
     """
-    if training.method.remat_policy is not None:
+    if training.method.checkpoint_policy is not None:
         return 0
     # Without a subspace, the families of one whose z would be as wide as x.
     subspace = training.subspace or Method("compact", rank=1.0).subspace(0)

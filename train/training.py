@@ -29,7 +29,7 @@ class Training:
     """How one method trains one model. Every method is pure and made to be jitted.
 
     ``schedule`` maps the number of updates made to the learning rate; ``seed`` makes
-    initial weights and projections.
+    initial weights and projections; ``attention`` as in `Llama`.
 
     Raises ValueError where model and method do not fit, a rank above a width.
 
@@ -52,6 +52,7 @@ class Training:
         seed: int = 0,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
+        attention: str | None = None,
     ):
         self.cfg, self.method, self.schedule = cfg, method, schedule
         self.dtype = jnp.dtype(dtype)
@@ -59,7 +60,8 @@ class Training:
             cfg,
             dtype=dtype,
             param_dtype=param_dtype,
-            remat=method.remat_policy,
+            checkpoint=method.checkpoint_policy,
+            attention=attention,
             rngs=nnx.Rngs(seed),
         )
         self.graphdef = nnx.graphdef(nnx.eval_shape(self.make_model))

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from configs import ModelConfig
-from jaxcompact.subspace import path_name
+from jaxcompact.paths import path_name
 from llama import Llama
 
 # Parameter -> Hugging Face's tensor, one for each layer. In llama2.c's order.

@@ -211,12 +211,12 @@ def residual_bytes(loss, params, tokens):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(vjp))
 
 
-def test_remat_changes_what_is_saved_and_nothing_else(model, tokens):
+def test_checkpoint_changes_what_is_saved_and_nothing_else(model, tokens):
     loss, params = loss_of(model)
     expected, expected_grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
     saved = [residual_bytes(loss, params, tokens)]
-    for remat in (jax.checkpoint_policies.dots_saveable, "nothing"):
-        loss, params = loss_of(make(remat=remat))
+    for policy in (jax.checkpoint_policies.dots_saveable, "nothing"):
+        loss, params = loss_of(make(checkpoint=policy))
         value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
         np.testing.assert_allclose(value, expected, rtol=4 * EPS)
         for a, b in zip(
@@ -227,9 +227,9 @@ def test_remat_changes_what_is_saved_and_nothing_else(model, tokens):
     assert saved[0] > saved[1] > saved[2]
 
 
-@pytest.mark.parametrize("remat", [None, "nothing"])
-def test_kernels_in_a_subspace_pass_through_the_scan(tokens, remat):
-    loss, params = loss_of(make(remat=remat))
+@pytest.mark.parametrize("policy", [None, "nothing"])
+def test_kernels_in_a_subspace_pass_through_the_scan(tokens, policy):
+    loss, params = loss_of(make(checkpoint=policy))
     rules = {"layers/(attn/[qkv]|mlp/(gate|up|down))/kernel": jc.Projection(rank=0.25)}
     subspace = jc.Subspace(rules, key=jax.random.key(0))
     value, grads = jax.jit(jc.value_and_grad(loss, subspace))(params, tokens, step=0)
@@ -251,7 +251,7 @@ def test_a_sequence_longer_than_the_model_allows(model):
 @pytest.mark.parametrize(
     "argument, rule",
     [
-        ({"remat": "everything"}, "remat must be None, .* got 'everything'"),
+        ({"checkpoint": "everything"}, "checkpoint must be None, .* got 'everything'"),
         ({"attention": "flash"}, "attention must be None, .* got 'flash'"),
     ],
 )

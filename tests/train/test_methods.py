@@ -151,7 +151,7 @@ def test_state_is_float32_for_bfloat16_parameters(params):
     ("arguments", "message"),
     [
         ({"name": "lora"}, "name must be one of exact, .*, got 'lora'"),
-        ({"remat": "all"}, "remat must be one of none, .*, got 'all'"),
+        ({"checkpoint": "all"}, "checkpoint must be one of none, .*, got 'all'"),
         ({"bits": 3}, "bits must be one of 16, 8, 4, got 3"),
         ({"moment": "drop"}, "moment must be one of .*, got 'drop'"),
         ({"rank": 2.0}, "rank must be an int, or a fraction"),

@@ -1,0 +1,247 @@
+"""What encoding the residuals does to the gradient, and to the loss.
+
+    python benchmarks/checkpointing.py gradient --data ../shared/data/english_novels
+    python benchmarks/checkpointing.py train --data ../shared/data/english_novels
+    python benchmarks/checkpointing.py table
+
+`gradient` trains the ``tiny`` model exactly, then takes gradients of further batches
+under every policy: their relative error, and its component along the exact gradient
+(bias). `train` trains it from the start under each policy, with the same batches and
+learning rate, over seeds, with "flash". Both append rows to
+benchmarks/results/checkpointing.jsonl; rows that are there are not made again. `table`
+prints the tables of docs/results.md.
+
+Attention is XLA's, which replays softmax from the decoded q and k, or "flash": a
+custom_vjp that keeps its output and log-sum-exp, as cuDNN's does on a GPU.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import jaxcompact as jc  # noqa: E402
+from configs import MODELS  # noqa: E402
+from data import prepare  # noqa: E402
+from jaxcompact.policy import Compress  # noqa: E402
+from llama import Llama  # noqa: E402
+from loss import next_token_loss  # noqa: E402
+from training import warmup_cosine  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results" / "checkpointing.jsonl"
+STEPS, BATCH, SEQ, RATE, BATCHES = 400, 16, 128, 3e-3, 8  # pretrain.py's defaults
+SEEDS = (0, 1, 2)
+
+Q = jc.Quantized
+POLICIES = {
+    "int8": jc.policies.int8(),
+    "int4": jc.policies.int4(),
+    "int3": jc.policies.int3(),
+    "int4 in groups of 32": jc.policies.compress(Q(4, 32)),
+    "int4, asymmetric": jc.policies.compress(Q(4, symmetric=False)),
+    "int4, stochastic": jc.policies.compress(Q(4, stochastic=True)),
+    "int4, outlier channels kept": jc.policies.compress(jc.OutlierQuantized(4)),
+    "int4, rotated": jc.policies.compress(jc.Chain(jc.Hadamard(64), Q(4))),
+    "float8": jc.policies.compress(jc.Float8()),
+    "int4, v and output of flash too": dataclasses.replace(
+        jc.policies.int4(), attention=None
+    ),
+    "q and k alone, int8, asymmetric": Compress(
+        jc.Save(), scores=Q(8, symmetric=False)
+    ),
+    "q and k alone, int8": Compress(jc.Save(), scores=Q(8)),
+    "q and k alone, int4": Compress(jc.Save(), scores=Q(4)),
+    "uniform int8": jc.policies.uniform(Q(8)),
+    "uniform int4": jc.policies.uniform(Q(4)),
+    "uniform int4, stochastic": jc.policies.uniform(Q(4, stochastic=True)),
+}
+TRAINED = ("exact", "int8", "int4", "int3", "uniform int4")
+
+
+@jax.custom_vjp
+def flash(q_bthk, k_bthk, v_bthk):
+    """Causal attention that keeps q, k, v, its output and the log-sum-exp."""
+    return _flash_forward(q_bthk, k_bthk, v_bthk)[0]
+
+
+def _scores(q_bthk, k_bthk):
+    length, width = q_bthk.shape[1], q_bthk.shape[3]
+    s_bhqk = jnp.einsum("bqhk,bthk->bhqt", q_bthk, k_bthk) / width**0.5
+    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
+    return jnp.where(causal, s_bhqk, -jnp.inf)
+
+
+def _flash_forward(q, k, v):
+    s = _scores(q, k)
+    lse_bhq = jax.nn.logsumexp(s, axis=-1)
+    out = jnp.einsum("bhqt,bthk->bqhk", jnp.exp(s - lse_bhq[..., None]), v)
+    return out, (q, k, v, out, lse_bhq)
+
+
+def _flash_backward(residuals, d_out):
+    q, k, v, out, lse_bhq = residuals
+    p = jnp.exp(_scores(q, k) - lse_bhq[..., None])
+    dp = jnp.einsum("bqhk,bthk->bhqt", d_out, v)
+    row = jnp.einsum("bqhk,bqhk->bhq", d_out, out)
+    ds = p * (dp - row[..., None]) / q.shape[3] ** 0.5
+    return (
+        jnp.einsum("bhqt,bthk->bqhk", ds, k),
+        jnp.einsum("bhqt,bqhk->bthk", ds, q),
+        jnp.einsum("bhqt,bqhk->bthk", p, d_out),
+    )
+
+
+flash.defvjp(_flash_forward, _flash_backward)
+
+
+class Trainer:
+    def __init__(self, policy, seed: int, data, attention="xla"):
+        config = dataclasses.replace(MODELS["tiny"], vocab_size=data.vocab_size)
+        model = Llama(
+            config,
+            dtype=jnp.float32,
+            attention=attention,
+            checkpoint=policy,
+            rngs=nnx.Rngs(seed),
+        )
+        graphdef, self.params = nnx.split(model, nnx.Param)
+        self.data, self.seed = data, seed
+        self.tx = optax.chain(
+            optax.clip_by_global_norm(1.0), optax.adamw(warmup_cosine(RATE, STEPS, 0.1))
+        )
+
+        def loss(params, tokens):
+            model = nnx.merge(graphdef, params)
+            hidden, kernel = model.hidden(tokens[:, :-1]), model.output_kernel()
+            return next_token_loss(hidden, kernel, tokens[:, 1:], chunks=1)
+
+        def step(params, state, tokens):
+            value, grads = jax.value_and_grad(loss)(params, tokens)
+            updates, state = self.tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        self.step, self.loss = jax.jit(step), jax.jit(loss)
+        self.gradient = jax.jit(jax.grad(loss))
+
+    def batch(self, step: int) -> jax.Array:
+        return self.data.batch(step, batch_size=BATCH, seq_len=SEQ, seed=self.seed)
+
+    def train(self):
+        params, state = self.params, self.tx.init(self.params)
+        for step in range(STEPS):
+            params, state, _ = self.step(params, state, self.batch(step))
+        return params
+
+    def held_out(self, params) -> float:
+        batches = self.data.eval_batches(batch_size=32, seq_len=SEQ, count=12)
+        return statistics.fmean(float(self.loss(params, b)) for b in batches)
+
+
+def gradient(data) -> None:
+    exact = Trainer(None, 0, data)
+    params = exact.train()
+    batches = [exact.batch(STEPS + i) for i in range(BATCHES)]
+    reference = [blocks(exact.gradient(params, b)) for b in batches]
+    done = {(r["policy"], r["attention"]) for r in rows("gradient")}
+    for attention, implementation in (("xla", "xla"), ("flash", flash)):
+        for label, policy in POLICIES.items():
+            if (label, attention) in done:
+                continue
+            trainer = Trainer(policy, 0, data, implementation)
+            errors, along = [], []
+            for batch, g in zip(batches, reference, strict=True):
+                e = blocks(trainer.gradient(params, batch)) - g
+                errors.append(float(e @ e / (g @ g)))
+                along.append(float(e @ g / (g @ g)))
+            write(
+                kind="gradient",
+                policy=label,
+                attention=attention,
+                error=statistics.fmean(errors) ** 0.5,
+                along=statistics.fmean(along),
+            )
+
+
+def blocks(grads) -> jax.Array:
+    """The gradient of all blocks as one vector."""
+    return jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads["layers"])])
+
+
+def train(data, part: str) -> None:
+    index, parts = map(int, part.split("/"))
+    jobs = [(label, seed) for seed in SEEDS for label in TRAINED]
+    for label, seed in jobs[index - 1 :: parts]:
+        if (label, seed) in {(r["policy"], r["seed"]) for r in rows("train")}:
+            continue
+        start = time.perf_counter()
+        trainer = Trainer(POLICIES.get(label), seed, data, flash)
+        loss = trainer.held_out(trainer.train())
+        seconds = round(time.perf_counter() - start)
+        write(kind="train", policy=label, seed=seed, loss=loss, seconds=seconds)
+
+
+def rows(kind: str) -> list[dict]:
+    if not RESULTS.exists():
+        return []
+    found = map(json.loads, RESULTS.read_text().splitlines())
+    return [row for row in found if row["kind"] == kind]
+
+
+def write(**row) -> None:
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(row, flush=True)
+
+
+def table() -> None:
+    print("| gradient | attention | relative error | along |")
+    print("|---|---|---|---|")
+    for row in rows("gradient"):
+        print(
+            f"| {row['policy']} | {row['attention']} | {row['error']:.3f} "
+            f"| {row['along']:+.3f} |"
+        )
+    losses = {label: [] for label in TRAINED}
+    for row in rows("train"):
+        losses[row["policy"]].append(row["loss"])
+    exact = statistics.fmean(losses["exact"])
+    print("\n| training | validation loss | against exact | of seeds |")
+    print("|---|---|---|---|")
+    for label, each in losses.items():
+        mean = statistics.fmean(each)
+        seeds = ", ".join(f"{loss:.4f}" for loss in each)
+        print(f"| {label} | {mean:.4f} | {100 * (mean / exact - 1):+.2f} % | {seeds} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("gradient", "train"):
+        command = commands.add_parser(name)
+        command.add_argument("--data", required=True, help="folder of english_novels")
+        command.add_argument("--part", default="1/1", help="i/n: every n-th run only")
+    commands.add_parser("table", help="print the tables")
+    arguments = parser.parse_args()
+    if arguments.command == "table":
+        table()
+        return
+    data = prepare(arguments.data, "bytes")
+    if arguments.command == "gradient":
+        gradient(data)
+    else:
+        train(data, arguments.part)
+
+
+if __name__ == "__main__":
+    main()

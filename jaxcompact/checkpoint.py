@@ -1,0 +1,181 @@
+"""`jax.checkpoint` whose saved tensors may be encoded."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+from jaxcompact.graph import graph_of
+from jaxcompact.linear import SketchedKernel
+from jaxcompact.paths import path_name
+from jaxcompact.policy import ChoosesActions
+from jaxcompact.traced import Traced, run
+
+Params = int | type | Sequence[int | type] | None
+
+
+def checkpoint(
+    fun: Callable,
+    *,
+    policy: ChoosesActions,
+    params: Params = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    prevent_cse: bool = True,
+) -> Callable:
+    """`jax.checkpoint`, which can also encode what it saves."""
+    if not hasattr(policy, "decide"):
+        raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
+    known: dict[Any, tuple[Any, Traced, list[Any]]] = {}
+
+    def trace(args: tuple, kwargs: dict) -> tuple[Traced, list[Any]]:
+        """The function for such arguments, and what it is to be called with."""
+        call = _Call.of(
+            fun, args, kwargs, _tuple(static_argnums), _tuple(static_argnames)
+        )
+        leaves, tree = jax.tree.flatten(call.dynamic)
+        key = call.static, tree, tuple(map(jax.typeof, leaves))
+        state, traced, consts = known.get(key, (None, None, None))
+        # What a function closes over may belong to the trace around it, or change.
+        fresh = traced is not None and (
+            not consts
+            or (state == get_opaque_trace_state() and any(map(_is_tracer, consts)))
+        )
+        if not fresh:
+            traced, consts = _trace(call, leaves, tree, params, policy, prevent_cse)
+            known[key] = get_opaque_trace_state(), traced, consts
+        return traced, [*consts, *leaves]
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        traced, inputs = trace(args, kwargs)
+        return jax.tree.unflatten(traced.out_tree, run(traced, *inputs))
+
+    wrapped.trace = trace
+    return wrapped
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call's arguments, static ones apart."""
+
+    fun: Callable
+    static: tuple
+    dynamic: tuple[dict[int, Any], dict[str, Any]]
+    count: int
+
+    @classmethod
+    def of(cls, fun, args, kwargs, static_argnums, static_argnames) -> "_Call":
+        count = len(args)
+        for n in static_argnums:
+            if not -count <= n < count:
+                raise ValueError(
+                    f"static_argnums must be below the number of arguments {count}, "
+                    f"got {n}"
+                )
+        numbers = {n % count for n in static_argnums}
+        static = (
+            tuple((n, args[n]) for n in sorted(numbers)),
+            tuple((k, kwargs[k]) for k in static_argnames if k in kwargs),
+        )
+        try:
+            hash(static)
+        except TypeError as error:
+            raise ValueError(f"static arguments must be hashable: {error}") from None
+        positional = {n: a for n, a in enumerate(args) if n not in numbers}
+        named = {k: v for k, v in kwargs.items() if k not in static_argnames}
+        return cls(fun, static, (positional, named), count)
+
+    def __call__(self, dynamic) -> Any:
+        positional, named = dynamic
+        args = {**positional, **dict(self.static[0])}
+        return self.fun(
+            *(args[n] for n in range(self.count)), **named, **dict(self.static[1])
+        )
+
+    def input_names(self) -> list[str]:
+        """``"params/w1"``: the argument's name and the leaf's path."""
+        try:
+            signature = [*inspect.signature(self.fun).parameters.values()]
+        except (TypeError, ValueError):
+            signature = []
+        plain = [p.name for p in signature if p.kind < inspect.Parameter.VAR_POSITIONAL]
+        names = []
+        for path, _ in jax.tree.leaves_with_path(self.dynamic):
+            (_, argument, *rest) = path
+            name = argument.key
+            if isinstance(name, int):
+                name = plain[name] if name < len(plain) else f"argument.{name}"
+            inside = path_name(tuple(rest))
+            names.append(f"{name}/{inside}" if inside else name)
+        return names
+
+    def parameters(self, params: tuple[int | type, ...]) -> list[bool]:
+        """Which leaves belong to parameters."""
+        types = (SketchedKernel, *(p for p in params if isinstance(p, type)))
+        numbers = {p % self.count for p in params if isinstance(p, int)}
+
+        def is_type(node):
+            return isinstance(node, types)
+
+        mask = []
+        for path, node in jax.tree.leaves_with_path(self.dynamic, is_leaf=is_type):
+            said = is_type(node) or path[1].key in numbers
+            mask += [said] * len(jax.tree.leaves(node))
+        return mask
+
+
+def _trace(
+    call: _Call,
+    leaves: list,
+    tree: Any,
+    params: Params,
+    policy: ChoosesActions,
+    prevent_cse: bool,
+) -> tuple[Traced, list[Any]]:
+    """The traced function, and what it closes over."""
+    out_trees = []
+
+    def flat(*leaves):
+        outs, out_tree = jax.tree.flatten(call(jax.tree.unflatten(tree, leaves)))
+        out_trees.append(out_tree)
+        return outs
+
+    closed = jax.make_jaxpr(flat)(*leaves)
+    graph = graph_of(closed)
+    inputs = graph.inputs[len(closed.consts) :]
+    said = call.parameters(_tuple(params))
+    names = {
+        v: name
+        for v, name, is_parameter in zip(inputs, call.input_names(), said, strict=True)
+        if not is_parameter
+    }
+    # A closure lives outside, for as long as the function does.
+    keep = {}
+    if params is None:
+        keep = dict.fromkeys(names, "may be a parameter: `params` was not given")
+    traced = Traced(
+        graph,
+        names,
+        keep,
+        params is not None,
+        policy,
+        label=getattr(call.fun, "__name__", repr(call.fun)),
+        out_tree=out_trees[-1],
+        prevent_cse=prevent_cse,
+    )
+    return traced, list(closed.consts)
+
+
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def _tuple(x: Any) -> tuple:
+    if x is None:
+        return ()
+    return (x,) if isinstance(x, int | str | type) else tuple(x)

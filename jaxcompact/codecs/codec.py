@@ -1,0 +1,74 @@
+"""What every codec is."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Codec:
+    """How one tensor is stored between the forward and the backward pass.
+
+    A codec is a frozen dataclass: hashable, comparable, printable as it is written. It
+    works under jit, vmap and scan, asks for no random key and never waits for values.
+
+    Every codec saturates, never wraps. Subclasses write `supports`, `encode` and
+    `decode`; a subclass of your own needs nothing more.
+
+    >>> import jax, jaxcompact as jc
+    >>> jc.Quantized(4).nbytes((128, 64)), jc.BitMask().nbytes((128, 64), bool)
+    (4352, 1024)
+    """
+
+    def supports(self, dtype: Any) -> bool:
+        """Whether arrays of this dtype can be encoded."""
+        raise NotImplementedError
+
+    def encode(self, x: jax.Array, seed: int = 0) -> Any:
+        """A pytree of the arrays that are stored, no more.
+
+        ``seed`` names the tensor's place: an int, or an integer scalar if a place is
+        known only as the program runs. Only stochastic codecs use it: tensors with
+        different seeds share no rounding noise.
+
+        Raises ValueError for a dtype that is not supported.
+        """
+        raise NotImplementedError
+
+    def decode(self, encoded: Any) -> jax.Array:
+        """x again, in its shape and dtype."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> int:
+        """Bytes on the device that an encoded tensor takes, exactly."""
+        encoded = jax.eval_shape(self.encode, jax.ShapeDtypeStruct(shape, dtype))
+        return sum(map(leaf_nbytes, jax.tree.leaves(encoded)))
+
+    def host_nbytes(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> int:
+        """Bytes that it takes in the host's memory."""
+        return 0
+
+    def _require(self, dtype: Any) -> None:
+        if not self.supports(dtype):
+            raise ValueError(f"{self!r} can't encode dtype {jnp.dtype(dtype).name}")
+
+
+def leaf_nbytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+
+
+def is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def merged(shape: tuple[int, ...], least: int) -> tuple[int, ...]:
+    """The shape with trailing axes merged until the last holds ``least`` entries.
+
+    A short last axis would waste a scale on a few entries. Axes before stay apart: one
+    that is sharded stays sharded.
+    """
+    shape = shape or (1,)
+    while len(shape) > 1 and shape[-1] < least:
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    return shape

@@ -1,0 +1,138 @@
+"""A function as a flat list of operations on numbered values."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import flax
+import jax
+from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_LIBRARIES = tuple(  # whose lines are not the user's
+    os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (jax, flax)
+) + (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
+
+Value = int | Literal  # the number of a value, or a constant written in place
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """One operation: ``eqn`` with numbers for its variables.
+
+    Attributes:
+        eqn: the equation it comes from.
+        name: ``"dot_general.3"``, the fourth of its kind in the function.
+        scope: name of the innermost jitted function around it, ``"silu"``.
+        where: ``"mlp.py:41"``, the user's line that made it; empty if there is none.
+        ins: what it reads.
+        outs: what it makes.
+    """
+
+    eqn: JaxprEqn
+    name: str
+    scope: str
+    where: str
+    ins: tuple[Value, ...]
+    outs: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def reads(self) -> list[int]:
+        return [value for value in self.ins if not isinstance(value, Literal)]
+
+    def bind(self, *values: Any, **params: Any) -> list[Any]:
+        """Its outputs, with some parameters replaced."""
+        primitive = self.eqn.primitive
+        params = primitive.get_bind_params({**self.eqn.params, **params})
+        # A pair of sub-functions and parameters before jax 0.12.
+        functions, params = params if isinstance(params, tuple) else ((), params)
+        with self.eqn.ctx.manager:
+            outs = primitive.bind(*functions, *values, **params)
+        return outs if primitive.multiple_results else [outs]
+
+
+@dataclass(eq=False)
+class Graph:
+    """A traced function. Calls of jitted functions are taken apart."""
+
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+    avals: list[Any] = field(default_factory=list)
+
+    def run(
+        self, inputs: Sequence[Any], rule: Callable[[Op, list[Any], dict], list[Any]]
+    ) -> dict[int, Any]:
+        """All values; ``rule(op, values read, all values so far)`` makes them."""
+        env = dict(self.constants) | dict(zip(self.inputs, inputs, strict=True))
+        for op in self.ops:
+            outs = rule(op, [read(env, value) for value in op.ins], env)
+            env.update(zip(op.outs, outs, strict=True))
+        return env
+
+
+def read(env: dict[int, Any], value: Value) -> Any:
+    return value.val if isinstance(value, Literal) else env[value]
+
+
+def graph_of(jaxpr: Any) -> Graph:
+    """The graph of a jaxpr; its constants, if it has any, are the first inputs."""
+    graph, counts = Graph(), {}
+
+    def new(variable) -> int:
+        graph.avals.append(variable.aval)
+        return len(graph.avals) - 1
+
+    def enter(jaxpr, env: dict, scope: str, where: str) -> list[Value]:
+        def number(v) -> Value:
+            return v if isinstance(v, Literal) else env[v]
+
+        for eqn in jaxpr.eqns:
+            kind, params = eqn.primitive.name, eqn.params
+            ins = tuple(map(number, eqn.invars))
+            here = where or _where(eqn)
+            if kind in _CALLS:
+                inner, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
+                inside = dict(zip(inner.invars, ins, strict=True))
+                for variable, value in zip(inner.constvars, consts, strict=True):
+                    inside[variable] = new(variable)
+                    graph.constants[inside[variable]] = value
+                outs = enter(inner, inside, params.get("name", scope), here)
+            else:
+                counts[kind] = counts.get(kind, -1) + 1
+                outs = tuple(map(new, eqn.outvars))
+                name = f"{kind}.{counts[kind]}"
+                graph.ops.append(Op(eqn, name, scope, here, ins, outs))
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return list(map(number, jaxpr.outvars))
+
+    jaxpr, _ = opened(jaxpr)
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    graph.inputs = list(map(new, variables))
+    env = dict(zip(variables, graph.inputs, strict=True))
+    graph.outputs = enter(jaxpr, env, "", "")
+    return graph
+
+
+def _where(eqn: JaxprEqn) -> str:
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        path = os.path.abspath(frame.file_name)
+        if not path.startswith(_LIBRARIES) and not frame.file_name.startswith("<"):
+            return f"{os.path.basename(path)}:{frame.line_num}"
+    return ""
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants, closed or not."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def inner_jaxprs(op: Op) -> Iterator[Any]:
+    return jaxprs_in_params(op.eqn.params)

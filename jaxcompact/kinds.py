@@ -1,0 +1,59 @@
+"""What operations cost, by the name of their primitive."""
+
+from jaxcompact.graph import Op, graph_of, inner_jaxprs
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    cbrt ceil clamp clz conj convert_element_type copy copy_p cos cosh digamma div eq
+    erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow
+    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
+    polygamma population_count pow real reduce_precision rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor name optimization_barrier pvary
+    bitcast_convert_type""".split()
+)
+LAYOUT = frozenset(
+    """broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze
+    transpose sharding_constraint reshard dynamic_slice dynamic_update_slice gather
+    mesh_cast""".split()
+)
+REDUCTIONS = frozenset(
+    """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+    square_sum""".split()
+)
+RANDOM = frozenset(
+    """random_bits random_clone random_fold_in random_seed random_split random_unwrap
+    random_wrap threefry2x32 create_token debug_callback debug_print""".split()
+)
+CHEAP = ELEMENTWISE | LAYOUT | REDUCTIONS | RANDOM
+# As cheap as what is inside.
+HOLDERS = frozenset(
+    "custom_jvp_call custom_vjp_call cond remat2 checkpoint run_state".split()
+)
+NONLINEAR = frozenset(
+    """abs acos asin asinh atan atanh cbrt clamp cos cosh custom_jvp_call erf erf_inv
+    erfc exp exp2 expm1 log log1p logistic max min pow rsqrt sign sin sinh sqrt tan
+    tanh""".split()
+)
+# The same entries in another shape or under another name.
+ALIAS = frozenset(
+    """name reshape transpose squeeze expand_dims copy copy_p
+    optimization_barrier""".split()
+)
+
+
+def expensive(op: Op) -> bool:
+    """Whether an operation is worth storing the result of."""
+    if op.kind in HOLDERS:
+        return any(
+            expensive(inner)
+            for body in inner_jaxprs(op)
+            for inner in graph_of(body).ops
+        )
+    return op.kind not in CHEAP
+
+
+def holds(op: Op, kind: str) -> bool:
+    """Whether an operation of a kind is inside it."""
+    bodies = map(graph_of, inner_jaxprs(op))
+    return any(o.kind == kind or holds(o, kind) for body in bodies for o in body.ops)

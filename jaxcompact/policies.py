@@ -1,0 +1,43 @@
+"""Ready policies: which codec for which kind of tensor, by measurement.
+
+Figures: docs/results.md. What costs gradients most is q and k, which want 8 bits, in
+groups along the tokens of one channel, and with a minimum of their own, since channels
+lie far from zero. Where attention keeps its normalization, as cuDNN's does, v and the
+output want 8 bits as well. Nearest rounding beats stochastic: most tensors are read
+through something nonlinear, where variance is bias.
+"""
+
+from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.policy import Compress, Save
+
+_SCORES = Quantized(8, symmetric=False)
+
+
+def int8() -> Compress:
+    """8 bits; q and k as they are."""
+    return Compress(Quantized(8), scores=Save())
+
+
+def int4() -> Compress:
+    """4 bits; 8 for q and k, and for v and the output of fused attention."""
+    return compress(Quantized(4))
+
+
+def int3() -> Compress:
+    """3 bits in smaller groups; 8 for q and k, 4 for what else attention reads."""
+    return Compress(Quantized(3, group_size=32), scores=_SCORES, attention=Quantized(4))
+
+
+def compress(codec: Codec) -> Compress:
+    """One codec for all but what attention reads, which gets 8 bits as in `int4`.
+
+    >>> import jaxcompact as jc
+    >>> jc.policies.compress(jc.Quantized(bits=4)) == jc.policies.int4()
+    True
+    """
+    return Compress(codec, scores=_SCORES, attention=Quantized(8))
+
+
+def uniform(codec: Codec) -> Compress:
+    """One codec for all. With 4 bits attention's gradients are of no use."""
+    return Compress(codec)

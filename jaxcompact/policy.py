@@ -1,0 +1,171 @@
+"""Which tensor gets which action."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from jaxcompact.codecs import BitMask, Codec, Narrow, Quantized
+from jaxcompact.tensors import Tensor
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep the tensor as it is.
+
+    >>> import jaxcompact as jc
+    >>> jc.Policy({"attn_out": jc.Save()})
+    Policy({'attn_out': Save()}, default=Recompute())
+    """
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Make the tensor again in the backward pass. Inputs are kept as they are."""
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """For an elementwise function ``y = f(x)``: store ``f'(x)`` instead of ``x``.
+
+    The gradient ``f'(x) dy`` is then linear in what was rounded, so an unbiased codec
+    gives an unbiased gradient, which storing x does not (noise through a nonlinear
+    function is bias). It costs a tensor more where ``y`` is read as well.
+
+    Args:
+        codec: how ``f'(x)`` is stored. `BitMask` where it is 0 or 1 (relu): 1 bit,
+            exact.
+        value: how ``y`` is stored where the backward pass reads it; None makes it again
+            from the stored x.
+
+    Source: notes on GACT (arXiv 2206.11357), whose variance analysis needs it; Mesa
+    (arXiv 2111.11124) and ActNN (arXiv 2104.14129) store relu's bits.
+
+    >>> import jaxcompact as jc
+    >>> policy = jc.Policy({"tanh.*": jc.Derivative(jc.Quantized(4, stochastic=True))})
+    """
+
+    codec: Codec
+    value: Codec | None = None
+
+
+Action = Save | Recompute | Derivative | Codec
+
+
+class ChoosesActions(Protocol):
+    """What `jaxcompact.checkpoint` asks of a policy: hashable, and this method."""
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        """What is done with a tensor, and why, in a few words."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Policy:
+    """Actions by name.
+
+    Args:
+        rules: pattern -> action. A pattern is a glob over tensors' names (``"mlp_*"``,
+            ``"dot_general.[0-2]"``); the first that matches decides. `explain` lists
+            the names.
+        default: for all other tensors: an action, or another policy. A codec as default
+            is used as by `policies.compress`.
+
+    Raises ValueError if a value is no action; and, when it meets a function, if a
+    pattern matches none of its tensors or a codec can't store the dtype.
+
+    >>> import jaxcompact as jc
+    >>> policy = jc.Policy({"attn_out": jc.Quantized(8)}, default=jc.policies.int4())
+    >>> policy == jc.Policy({"attn_out": jc.Quantized(8)}, default=jc.policies.int4())
+    True
+    """
+
+    rules: tuple[tuple[str, Action], ...]
+    default: "Action | ChoosesActions"
+
+    def __init__(
+        self,
+        rules: Mapping[str, Action] = {},  # noqa: B006 (never written to)
+        default: "Action | ChoosesActions" = Recompute(),  # noqa: B008 (frozen)
+    ):
+        for pattern, action in rules.items():
+            if not isinstance(pattern, str) or not isinstance(action, Action):
+                raise ValueError(
+                    f"rules must map names to Save, Recompute, Derivative or a codec, "
+                    f"got {pattern!r}: {action!r}"
+                )
+        if not isinstance(default, Action) and not hasattr(default, "decide"):
+            raise ValueError(f"default must be an action or a policy, got {default!r}")
+        object.__setattr__(self, "rules", tuple(rules.items()))
+        object.__setattr__(self, "default", default)
+
+    def __repr__(self) -> str:
+        return f"Policy({dict(self.rules)!r}, default={self.default!r})"
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        for pattern, action in self.rules:
+            if fnmatchcase(tensor.name, pattern):
+                return action, f"rule {pattern!r}"
+        if isinstance(self.default, Codec):
+            return Compress(self.default).decide(tensor)
+        if isinstance(self.default, Action):
+            return self.default, "default"
+        return self.default.decide(tensor)
+
+    def unused(self, names: set[str]) -> list[str]:
+        """Patterns that match none of these names."""
+        return [p for p, _ in self.rules if not any(fnmatchcase(n, p) for n in names)]
+
+
+@dataclass(frozen=True)
+class Compress:
+    """Encode what is expensive to make again, and replay the rest.
+
+    Args:
+        codec: of floating point tensors.
+        scores: of the operands of softmax scores, q and k, whose errors the exponential
+            amplifies; a `Quantized` takes its groups along the tokens of one channel.
+        attention: of the other operands and results of an attention that keeps its
+            softmax's normalization (cuDNN's): v and the output.
+        terms: products of two activations over at most so many terms are made again:
+            that takes fewer operations than encoding takes bytes.
+
+    ``scores`` and ``attention`` are None to be as all others.
+    """
+
+    codec: Save | Codec
+    scores: Save | Codec | None = None
+    attention: Save | Codec | None = None
+    terms: int = 128
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        if not tensor.floating:
+            return self._decide_exact(tensor)
+        if tensor.kind == "function":
+            if tensor.step:
+                return Derivative(BitMask()), "its derivative is 0 or 1"
+            return Recompute(), "elementwise"
+        if tensor.cheap:
+            return Recompute(), "cheap to make again"
+        if tensor.statistic:
+            return Save(), "small beside what it is made of"
+        if tensor.terms is not None and tensor.terms <= self.terms:
+            return Recompute(), f"a product over {tensor.terms} terms"
+        if tensor.scores is not None and self.scores is not None:
+            codec = self.scores
+            if isinstance(codec, Quantized):
+                codec = replace(codec, axis=tensor.scores - len(tensor.shape))
+            return codec, "operand of softmax scores"
+        if tensor.fused and self.attention is not None:
+            return self.attention, "of an attention that keeps its normalization"
+        return self.codec, "expensive to make again"
+
+    def _decide_exact(self, tensor: Tensor) -> tuple[Action, str]:
+        if tensor.kind == "mask":
+            if tensor.discrete:
+                return BitMask(), "decoded values could decide otherwise"
+            return Recompute(), "exact when made again"
+        if tensor.dtype == bool:
+            return BitMask(), "one bit an entry"
+        if tensor.kind == "op" and tensor.limit is not None:
+            return Narrow(tensor.limit), f"integers below {tensor.limit}"
+        return Save(), "integers stay exact"

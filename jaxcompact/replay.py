@@ -1,0 +1,508 @@
+"""How a backward pass runs on what was stored: the plan of one traced function.
+
+The forward pass evaluates the graph and keeps the chosen values. The backward pass
+replays it with every chosen value *pinned*: its value is the stored one, its tangent
+flows to the operation that makes it. What the pins make unnecessary is dead code, the
+matrix products among it, and is cut off; what the rest does not read is not stored.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+from jax.interpreters import partial_eval
+
+from jaxcompact.codecs import Codec
+from jaxcompact.graph import Graph, Op, graph_of, read
+from jaxcompact.kinds import ALIAS, expensive
+from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
+from jaxcompact.tensors import Tensor, Tensors
+
+_BLOCKS = frozenset(
+    """custom_vjp_call custom_jvp_call scan while cond remat2 checkpoint
+    shard_map""".split()
+)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The k-th array that a block (a `jax.custom_vjp` op, a loop) keeps for itself."""
+
+    op: Op
+    k: int
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The derivative of an elementwise function, by the value that it makes."""
+
+    value: int
+
+
+Source = int | Residual | Slope  # where something stored comes from
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Something that the backward pass reads, and how it is stored."""
+
+    source: Source
+    tensor: Tensor
+    action: Save | Codec
+    reason: str
+
+
+class Program:
+    """A traced function that can be cut down to some of its outputs."""
+
+    def __init__(self, jaxpr: Any, consts: Sequence[Any]):
+        self.jaxpr, self.consts = jaxpr, tuple(consts)
+        self.call = jax.jit(
+            lambda *args: jax.core.eval_jaxpr(jaxpr, (), *consts, *args)
+        )
+
+    def call_in_order(self, *args: Any) -> list[Any]:
+        """The outputs; a matrix product among them is made where its operands are.
+
+        Weight gradients are read by nothing else, so XLA likes to make them last, and
+        keeps what they are made of until then.
+        """
+        graph = graph_of(self.jaxpr)
+        number = {op: i for i, op in enumerate(graph.ops)}
+        last = {v: i for op, i in number.items() for v in op.reads}
+        final = set(graph.outputs)
+        for op in reversed(graph.ops):
+            if op.kind in ALIAS and not final.isdisjoint(op.outs):
+                final.update(op.reads)
+        products: list[int] = []
+
+        def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
+            outs = op.bind(*values)
+            if op.kind not in ("dot_general", "conv_general_dilated"):
+                return outs
+            if final.isdisjoint(op.outs):
+                products.extend(op.outs)
+                return outs
+            # What else is to be made of its operands, or of products, waits for it.
+            waiting = {*products, *op.reads}
+            waiting = [v for v in waiting if last.get(v, 0) > number[op]]
+            outs, tied = jax.lax.optimization_barrier((outs, [env[v] for v in waiting]))
+            env.update(zip(waiting, tied, strict=True))
+            return outs
+
+        env = graph.run([*self.consts, *args], rule)
+        return [read(env, v) for v in graph.outputs]
+
+    @classmethod
+    def trace(cls, fun: Callable, *avals: Any) -> "Program":
+        closed = jax.make_jaxpr(fun)(*avals)
+        jaxpr = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
+        return cls(jaxpr, closed.consts)
+
+    def cut(self, wanted: Sequence[bool]) -> tuple["Program", list[bool]]:
+        """What makes the wanted outputs, and which inputs it reads."""
+        jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr, list(wanted))
+        count = len(self.consts)
+        kept = [c for c, u in zip(self.consts, used[:count], strict=True) if u]
+        return Program(jaxpr, kept), used[count:]
+
+    def made_of(self, inputs: set[int]) -> list[bool]:
+        """Which outputs depend on no other inputs than these."""
+        count = len(self.consts)
+        fixed = set(self.jaxpr.invars[:count])
+        fixed |= {v for i, v in enumerate(self.jaxpr.invars[count:]) if i in inputs}
+        for eqn in self.jaxpr.eqns:
+            if all(isinstance(v, Literal) or v in fixed for v in eqn.invars):
+                fixed.update(eqn.outvars)
+        return [isinstance(v, Literal) or v in fixed for v in self.jaxpr.outvars]
+
+
+class Replay:
+    """The forward and the backward program of a graph under a policy.
+
+    Args:
+        graph: the function.
+        names: name of each input that is no parameter.
+        keep: inputs that are not to be encoded, and why.
+        known: whether it is known which inputs are parameters.
+        perturbed: which inputs are differentiated.
+        policy: chooses the actions.
+        bind: what an operation makes, if it is to be differentiated as a whole.
+        prefix: put before the tensors' names.
+
+    Attributes:
+        slots: what is stored beside inputs that are kept as they are.
+        kept: inputs that are kept as they are.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        names: dict[int, str],
+        keep: dict[int, str],
+        known: bool,
+        perturbed: Sequence[bool],
+        policy: ChoosesActions,
+        bind: Callable[[Op, list[Any]], list[Any]],
+        prefix: str = "",
+    ):
+        self.graph, self.policy, self.bind = graph, policy, bind
+        self.keep, self.prefix = keep, prefix
+        self.tensors = Tensors(graph, names, known)
+        self.moving = _moving(graph, perturbed)
+        self.wrt = [i for i, v in enumerate(graph.inputs) if v in self.moving]
+        self.active = [i for i, v in enumerate(graph.outputs) if v in self.moving]
+        self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
+        self.slopes = {
+            v
+            for v, (_, action, _) in self.chosen.items()
+            if isinstance(action, Derivative) and v in self.moving
+        }
+        self._trace_forward()
+        self._trace_backward()
+
+    def _decide(self, tensor: Tensor, source: Source) -> tuple[Tensor, Action, str]:
+        tensor = replace(tensor, name=self.prefix + tensor.name)
+        if source in self.keep:
+            return tensor, Save(), self.keep[source]
+        action, reason = self.policy.decide(tensor)
+        if isinstance(action, Derivative):
+            if tensor.kind != "function":
+                raise ValueError(
+                    f"policy: Derivative is for elementwise functions of one tensor, "
+                    f"but {tensor} is none"
+                )
+        elif hasattr(action, "supports") and not action.supports(tensor.dtype):
+            raise ValueError(f"policy: {action} can't store {tensor} of {tensor.dtype}")
+        return tensor, action, reason
+
+    def _is_block(self, op: Op) -> bool:
+        """Differentiated as a whole, from what it keeps for itself."""
+        moved = not self.moving.isdisjoint(op.reads)
+        return op.kind in _BLOCKS and moved and expensive(op)
+
+    # --- forward ---
+
+    def _trace_forward(self) -> None:
+        graph, trees = self.graph, {}
+
+        def forward(*inputs):
+            residuals = {}
+
+            def rule(op, values, env):
+                if not self._is_block(op):
+                    return op.bind(*values)
+                outs, backward = self._differentiate(op, values)
+                leaves, trees[op] = jax.tree.flatten(backward)
+                residuals.update((Residual(op, k), x) for k, x in enumerate(leaves))
+                return outs
+
+            env = graph.run(inputs, rule)
+            slopes = {Slope(v): self._slope(v, env) for v in self.slopes}
+            self.sources = [*env, *residuals, *slopes]
+            return [read(env, v) for v in graph.outputs], [
+                *env.values(),
+                *residuals.values(),
+                *slopes.values(),
+            ]
+
+        avals = [graph.avals[v] for v in graph.inputs]
+        program = Program.trace(forward, *avals)
+        self.forward, self.trees = program, trees
+        variables = program.jaxpr.outvars[len(graph.outputs) :]
+        # A residual that is a value of the graph is taken from the replay.
+        value_of = {}
+        self.links: dict[Residual, int] = {}
+        for source, variable in zip(self.sources, variables, strict=True):
+            if isinstance(variable, Literal):
+                continue
+            if isinstance(source, int):
+                value_of.setdefault(variable, source)
+            elif isinstance(source, Residual) and variable in value_of:
+                self.links[source] = value_of[variable]
+        fixed = {i for i, v in enumerate(graph.inputs) if v in self.tensors.fixed}
+        made_of_fixed = program.made_of(fixed)[len(graph.outputs) :]
+        self.fixed = {s for s, f in zip(self.sources, made_of_fixed, strict=True) if f}
+        self.avals = {s: v.aval for s, v in zip(self.sources, variables, strict=True)}
+        for source in self.sources:
+            if isinstance(source, Residual) and not (
+                source in self.links or source in self.fixed
+            ):
+                self.chosen[source] = self._decide(self._residual(source), source)
+
+    def _differentiate(self, op: Op, values: list[Any]) -> tuple[list[Any], Any]:
+        """A block's outputs, and its backward function, which is a pytree."""
+        moves = [isinstance(v, int) and v in self.moving for v in op.ins]
+
+        def call(*moving):
+            rest = iter(moving)
+            mixed = [next(rest) if m else v for m, v in zip(moves, values, strict=True)]
+            outs = self.bind(op, mixed)
+            return [
+                o for o, v in zip(outs, op.outs, strict=True) if self._moves(v)
+            ], outs
+
+        moving = [v for v, m in zip(values, moves, strict=True) if m]
+        _, backward, outs = jax.vjp(call, *moving, has_aux=True)
+        return outs, backward
+
+    def _moves(self, value: int) -> bool:
+        return value in self.moving
+
+    def _slope(self, value: int, env: dict[int, Any]) -> jax.Array:
+        function = self.tensors.functions[value]
+
+        def of_root(x):
+            inside = {**env, function.root: x}
+            for op in function.ops:
+                (inside[op.outs[0]],) = op.bind(*(read(inside, v) for v in op.ins))
+            return inside[value]
+
+        x = env[function.root]
+        return jax.jvp(of_root, (x,), (jnp.ones_like(x),))[1]
+
+    def _residual(self, source: Residual) -> Tensor:
+        aval, op = self.avals[source], source.op
+        largest = max(self.graph.avals[v].size for v in op.reads)
+        return Tensor(
+            name=f"{op.name}.residual{source.k}",
+            kind="residual",
+            shape=aval.shape,
+            dtype=aval.dtype,
+            where=op.where,
+            statistic=16 * aval.size <= largest,
+        )
+
+    # --- backward ---
+
+    def _trace_backward(self) -> None:
+        graph = self.graph
+        made_again = {
+            s.op
+            for s, (_, action, _) in self.chosen.items()
+            if isinstance(s, Residual) and isinstance(action, Recompute)
+        }
+        stored: list[Source] = [
+            s
+            for s, (_, action, _) in self.chosen.items()
+            if not isinstance(action, Recompute)
+            and not (isinstance(s, Residual) and s.op in made_again)
+            and not (isinstance(action, Derivative) and action.value is None)
+            and s not in graph.inputs
+        ]
+        stored += [Slope(v) for v in self.slopes]
+        derived = [
+            s for s in self.fixed if isinstance(s, Residual) and s.op not in made_again
+        ]
+        count = len(graph.inputs), len(stored), len(derived)
+
+        def backward(*args):
+            inputs, args = args[: count[0]], args[count[0] :]
+            pins = dict(zip([*stored, *derived], args, strict=False))
+            cts = args[count[1] + count[2] :]
+
+            def replay(*moving):
+                filled = list(inputs)
+                for i, value in zip(self.wrt, moving, strict=True):
+                    filled[i] = value
+
+                def rule(op, values, env):
+                    if op.kind.startswith("debug_"):
+                        return [None] * len(op.outs)
+                    if all(v in pins and not self._moves(v) for v in op.outs):
+                        return [pins[v] for v in op.outs]
+                    if op in self.trees and op not in made_again:
+                        outs = self._replay_block(op, values, env, pins)
+                    else:
+                        outs = self.bind(op, values)
+                    return [
+                        self._pin(v, o, env, pins)
+                        for v, o in zip(op.outs, outs, strict=True)
+                    ]
+
+                env = graph.run(filled, rule)
+                return [env[graph.outputs[i]] for i in self.active]
+
+            _, vjp = jax.vjp(replay, *(inputs[i] for i in self.wrt))
+            return list(vjp(list(cts)))
+
+        program = Program.trace(
+            backward,
+            *(graph.avals[v] for v in graph.inputs),
+            *(self.avals[s] for s in [*stored, *derived]),
+            *(graph.avals[graph.outputs[i]].to_ct_aval() for i in self.active),
+        )
+        self.backward, used = program.cut([True] * len(self.wrt))
+        inputs, used = used[: count[0]], used[count[0] :]
+        values, used = used[: count[1]], used[count[1] :]
+        derived_used, self.cts_used = used[: count[2]], used[count[2] :]
+        self._assign(
+            inputs,
+            [s for s, u in zip(stored, values, strict=True) if u],
+            [s for s, u in zip(derived, derived_used, strict=True) if u],
+        )
+
+    def _replay_block(self, op: Op, values: list[Any], env: dict, pins: dict) -> list:
+        tree = self.trees[op]
+        if all(v in pins for v in op.outs):
+            outs = [pins[v] for v in op.outs]
+        else:
+            stopped = [jax.lax.stop_gradient(v) for v in values]
+            outs = self.bind(op, stopped)
+            outs = [pins.get(v, o) for v, o in zip(op.outs, outs, strict=True)]
+        known = {**env, **dict(zip(op.outs, outs, strict=True))}
+        leaves = []
+        for k in range(tree.num_leaves):
+            source = Residual(op, k)
+            value = known[self.links[source]] if source in self.links else pins[source]
+            leaves.append(jax.lax.stop_gradient(value))
+
+        @jax.custom_vjp
+        def block(moving, outs, leaves):
+            return outs
+
+        def backward(leaves, cts):
+            moved = [ct for ct, v in zip(cts, op.outs, strict=True) if self._moves(v)]
+            return list(jax.tree.unflatten(tree, leaves)(moved)), None, None
+
+        block.defvjp(lambda moving, outs, leaves: (outs, leaves), backward)
+        moving = [
+            value
+            for value, v in zip(values, op.ins, strict=True)
+            if isinstance(v, int) and self._moves(v)
+        ]
+        return block(moving, outs, leaves)
+
+    def _pin(self, value: int, out: Any, env: dict, pins: dict) -> Any:
+        if value in self.slopes:
+            root = env[self.tensors.functions[value].root]
+            return _follow(pins.get(value, out), pins[Slope(value)], root)
+        if value not in pins:
+            return out
+        return _pinned(pins[value], out) if self._moves(value) else pins[value]
+
+    def _assign(
+        self, inputs: list[bool], stored: list[Source], derived: list[Source]
+    ) -> None:
+        """What crosses to the backward pass, of what it reads."""
+        graph, kept = self.graph, []
+        self.slots: list[Slot] = []
+        for i, (value, used) in enumerate(zip(graph.inputs, inputs, strict=True)):
+            if used and value in self.chosen:
+                tensor, action, reason = self.chosen[value]
+                if isinstance(action, Codec):
+                    self.slots.append(Slot(value, tensor, action, reason))
+                    continue
+            if used:
+                kept.append(i)
+        for source in stored:
+            value = source.value if isinstance(source, Slope) else source
+            tensor, action, reason = self.chosen[value]
+            if isinstance(action, Derivative):
+                action = action.codec if isinstance(source, Slope) else action.value
+            self.slots.append(Slot(source, tensor, action, reason))
+
+        count = len(graph.outputs)
+        made = [slot.source for slot in self.slots]
+        wanted = [True] * count + [s in made for s in self.sources]
+        self.forward_cut, self.forward_reads = self.forward.cut(wanted)
+        order = [s for s in self.sources if s in made]
+        self.order = [order.index(s) for s in made]
+        wanted = [False] * count + [s in derived for s in self.sources]
+        self.derive, self.derive_reads = self.forward.cut(wanted)
+        order = [s for s in self.sources if s in derived]
+        self.derived = [order.index(s) for s in derived]
+        self.inputs_read = inputs
+        used = (i for i, u in enumerate(self.derive_reads) if u)
+        self.kept = sorted({*kept, *used})
+
+    # --- running ---
+
+    def run_forward(
+        self, inputs: Sequence[Any], encode: Callable[[int, Any], Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs, and ``encode(k, value)`` of each slot, made when its value is.
+
+        Left to itself XLA encodes at the end, and keeps what it encodes until then.
+        """
+        graph = graph_of(self.forward_cut.jaxpr)
+        count = len(self.graph.outputs)
+        places: dict[Any, list[int]] = defaultdict(list)
+        for k, i in enumerate(self.order):
+            places[graph.outputs[count + i]].append(k)
+        stored: dict[int, Any] = {}
+
+        def keep(value: int, x: Any) -> Any:
+            for k in places.get(value, ()):
+                x, stored[k] = jax.lax.optimization_barrier((x, encode(k, x)))
+            return x
+
+        def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
+            return list(map(keep, op.outs, op.bind(*values)))
+
+        inputs = [*self.forward_cut.consts, *_where(inputs, self.forward_reads)]
+        env = graph.run(list(map(keep, graph.inputs, inputs)), rule)
+        outs = [read(env, v) for v in graph.outputs[:count]]
+        return outs, [stored[k] for k in range(len(self.slots))]
+
+    def run_backward(
+        self, kept: Sequence[Any], values: Sequence[Any], cts: Sequence[Any]
+    ) -> list[Any]:
+        """The cotangents of the differentiated inputs, `wrt`."""
+        inputs = dict(zip(self.kept, kept, strict=True))
+        index = {v: i for i, v in enumerate(self.graph.inputs)}
+        stored = []
+        for slot, value in zip(self.slots, values, strict=True):
+            if slot.source in index:
+                inputs[index[slot.source]] = value
+            else:
+                stored.append(value)
+        derived = self.derive.call(
+            *(inputs[i] for i, u in enumerate(self.derive_reads) if u)
+        )
+        return self.backward.call_in_order(
+            *(inputs[i] for i, u in enumerate(self.inputs_read) if u),
+            *stored,
+            *(derived[i] for i in self.derived),
+            *_where(cts, self.cts_used),
+        )
+
+
+@jax.custom_jvp
+def _pinned(stored, value):
+    """``stored``, whose tangent is that of ``value``."""
+    return stored
+
+
+_pinned.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
+@jax.custom_jvp
+def _follow(y, slope, x):
+    """``y = f(x)`` with a given value and derivative."""
+    return y
+
+
+_follow.defjvp(lambda primals, tangents: (primals[0], primals[1] * tangents[2]))
+
+
+def _moving(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
+    """The values that the differentiated inputs move."""
+
+    def floating(value):
+        return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
+
+    inputs = zip(graph.inputs, perturbed, strict=True)
+    moving = {v for v, p in inputs if p and floating(v)}
+    for op in graph.ops:
+        if op.kind != "stop_gradient" and not moving.isdisjoint(op.reads):
+            moving.update(v for v in op.outs if floating(v))
+    return moving
+
+
+def _where(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [v for v, m in zip(values, mask, strict=True) if m]

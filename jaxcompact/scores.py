@@ -1,0 +1,140 @@
+"""Which tensors attention reads: its errors are not those of other operations."""
+
+from dataclasses import dataclass, field
+from math import prod
+
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
+from jaxcompact.kinds import CHEAP, holds
+
+
+@dataclass
+class Attention:
+    """The tensors of a graph that attention reads or makes.
+
+    Attributes:
+        scores: operands of scores, products of two activations that reach a softmax's
+            exponential, which turns their absolute error into a relative one; and the
+            axis along which their tokens lie.
+        fused: operands and results of operations that keep a softmax's normalization
+            for their backward pass (flash attention): there the errors of scores,
+            values and result do not cancel as they do where softmax is made again.
+    """
+
+    scores: dict[int, int] = field(default_factory=dict)
+    fused: set[int] = field(default_factory=set)
+
+
+def find_attention(
+    graph: Graph, fixed: set[int], stops: set[int], known: bool
+) -> Attention:
+    """Found by following a graph backwards from its exponentials.
+
+    Args:
+        graph: where to look.
+        fixed: values made of parameters alone.
+        stops: values at which following back ends, the candidates.
+        known: whether it is known which inputs are parameters.
+    """
+    made_by = {value: op for op in graph.ops for value in op.outs}
+    found = Attention()
+
+    def sources(op: Op) -> list[int]:
+        return [v for v in op.reads if v not in fixed]
+
+    def origins(value: int, axis: int | None, seen: set[int]) -> dict[int, int | None]:
+        """The candidates that a value is cheaply made of, and where its axis lies."""
+        op = made_by.get(value)
+        if value in stops or op is None or op.kind not in CHEAP or not sources(op):
+            return {value: axis}
+        seen.add(value)
+        return {
+            origin: at
+            for source in sources(op)
+            if source not in seen
+            for origin, at in origins(
+                source, _axis_before(op, source, axis, graph), seen
+            ).items()
+        }
+
+    def add_scores(value: int, axis: int | None) -> None:
+        for origin, at in origins(value, axis, set()).items():
+            last = graph.avals[origin].ndim - 2
+            found.scores.setdefault(origin, max(last, 0) if at is None else at)
+
+    def add_products(value: int, seen: set[int]) -> None:
+        op = made_by.get(value)
+        if op is None or value in seen:
+            return
+        seen.add(value)
+        if op.kind == "dot_general" and is_product(op, fixed, known):
+            for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
+                add_scores(operand, axis)
+        elif op.kind in CHEAP:
+            for source in sources(op):
+                add_products(source, seen)
+
+    for op in graph.ops:
+        inner = None
+        if op.kind == "exp" or (op.kind == "custom_jvp_call" and holds(op, "exp")):
+            for source in sources(op):
+                add_products(source, set())
+        elif op.kind in ("custom_vjp_call", "remat2", "checkpoint"):
+            (body, *_) = inner_jaxprs(op)
+            body = graph_of(body)
+            outer = dict(zip(body.inputs, op.ins, strict=True))
+            moving = {v: o for v, o in outer.items() if o in sources(op)}
+            inside = find_attention(body, {*outer} - {*moving}, set(), known).scores
+            inner = {moving[v]: axis for v, axis in inside.items() if v in moving}
+        elif "attention" in op.kind.lower():
+            inner = {v: 1 if graph.avals[v].ndim == 4 else None for v in op.reads[:2]}
+        for value, axis in (inner or {}).items():
+            add_scores(value, axis)
+        if inner and op.kind not in ("remat2", "checkpoint"):
+            for source in sources(op):
+                found.fused.update(origins(source, None, set()))
+            found.fused.update(op.outs)
+    return found
+
+
+def is_product(op: Op, fixed: set[int], known: bool) -> bool:
+    """Whether it multiplies two activations.
+
+    Where parameters are not ``known``, only products in batches count.
+    """
+    if op.kind != "dot_general" or not fixed.isdisjoint(op.reads):
+        return False
+    _, (batch, _) = op.eqn.params["dimension_numbers"]
+    return len(op.reads) == 2 and (known or bool(batch))
+
+
+def _axis_before(op: Op, source: int, axis: int | None, graph: Graph) -> int | None:
+    """Where an axis of an operation's output lies in one of its inputs."""
+    if axis is None:
+        return None
+    before = graph.avals[source].shape
+    after = graph.avals[op.outs[0]].shape
+    match op.kind:
+        case "transpose":
+            return op.eqn.params["permutation"][axis]
+        case "broadcast_in_dim":
+            kept = list(op.eqn.params["broadcast_dimensions"])
+            return kept.index(axis) if axis in kept else None
+        case "squeeze":
+            gone = op.eqn.params["dimensions"]
+            return [i for i in range(len(before)) if i not in gone][axis]
+        case "reshape":
+            for i, size in enumerate(before):
+                if size == after[axis] and prod(before[:i]) == prod(after[:axis]):
+                    return i
+            return None
+    return axis if len(before) == len(after) else None
+
+
+def _free_axes(op: Op, graph: Graph) -> list[int | None]:
+    contracting, batch = op.eqn.params["dimension_numbers"]
+    free = []
+    for value, gone, shared in zip(op.reads, contracting, batch, strict=True):
+        shape = graph.avals[value].shape
+        axes = [i for i in range(len(shape)) if i not in (*gone, *shared)]
+        free.append(max(axes, key=lambda i: shape[i]) if axes else None)
+    return free

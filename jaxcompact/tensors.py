@@ -1,0 +1,292 @@
+"""The candidate tensors of a function: what its backward pass may want to find.
+
+Worth storing is what is expensive to make again: results of matrix products and
+convolutions, of sorts and scatters, of loops, and what a `jax.custom_vjp` op keeps for
+itself. Chains of elementwise operations, norms, reshapes are made again from those: it
+costs no memory traffic that is not there anyway, and is exact.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxcompact.graph import Graph, Op, inner_jaxprs
+from jaxcompact.kinds import ALIAS, ELEMENTWISE, NONLINEAR, expensive
+from jaxcompact.scores import find_attention, is_product
+
+Kind = Literal["input", "op", "residual", "mask", "function"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor that the backward pass may want, as a policy sees it.
+
+    Attributes:
+        name: ``"dot_general.3"``, or what `checkpoint_name` called it; an input has the
+            argument's, a residual is ``"custom_vjp_call.0.residual1"``.
+        kind: ``"input"`` of the function; ``"op"``, what an expensive operation made;
+            ``"residual"`` of a `jax.custom_vjp` op; ``"mask"``, booleans;
+            ``"function"``, an elementwise nonlinear function of one tensor.
+        shape: its shape.
+        dtype: its dtype.
+        where: the line that made it, ``"mlp.py:41"``.
+        cheap: it is made of other candidates without an expensive operation.
+        discrete: what it is made of is rounded away: made again from decoded values it
+            could come out different.
+        limit: for integers known to lie in ``[0, limit)``.
+        scores: for an operand of a softmax's scores, ``q k^T``, the axis along which
+            the tokens lie; else None.
+        fused: read or made by an attention that keeps its softmax's normalization.
+        terms: for the product of two activations, the number of terms summed up.
+        step: for a function, its derivative is 0 or 1 everywhere (relu).
+        statistic: a residual much smaller than what the op reads (a log-sum-exp).
+    """
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: Any
+    where: str = ""
+    cheap: bool = False
+    discrete: bool = False
+    limit: int | None = None
+    scores: int | None = None
+    fused: bool = False
+    terms: int | None = None
+    step: bool = False
+    statistic: bool = False
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def floating(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
+    def __str__(self) -> str:
+        shape = ",".join(map(str, self.shape))
+        return f"{self.name} [{shape}] {self.where}".rstrip()
+
+
+@dataclass(frozen=True)
+class Function:
+    """How a candidate of kind "function" follows from one tensor, entry by entry."""
+
+    root: int
+    ops: tuple[Op, ...]
+
+
+class Tensors:
+    """The candidates of a graph.
+
+    Args:
+        graph: the function.
+        inputs: name of each input that is no parameter.
+        known: whether it is known which inputs are parameters.
+
+    Attributes:
+        found: value -> `Tensor`.
+        functions: value -> `Function`, for the candidates of that kind.
+        fixed: values made of parameters and constants alone. They are never encoded.
+        data: values that depend on a floating point input other than parameters.
+    """
+
+    def __init__(self, graph: Graph, inputs: Mapping[int, str], known: bool):
+        self.graph, self.known = graph, known
+        self.found: dict[int, Tensor] = {}
+        self.functions: dict[int, Function] = {}
+        self.readers: dict[int, list[Op]] = defaultdict(list)
+        self.fixed = set(graph.constants) | {*graph.inputs} - {*inputs}
+        self.data = {v for v in inputs if _floating(graph.avals[v])}
+        for op in graph.ops:
+            for value in set(op.reads):
+                self.readers[value].append(op)
+            if self.fixed.issuperset(op.reads) and not op.eqn.effects:
+                self.fixed.update(op.outs)
+            if not self.data.isdisjoint(op.reads):
+                self.data.update(op.outs)
+
+        for value, name in inputs.items():
+            self._add(value, name=name, kind="input")
+        for op in graph.ops:
+            self._add_outputs(op)
+        self._add_names()
+        self._move_to_narrower()
+        self._add_functions()
+        stored = {
+            value
+            for value, tensor in self.found.items()
+            if tensor.kind != "function" and tensor.floating
+        }
+        attention = find_attention(graph, self.fixed, stored, known)
+        for value in stored:
+            self.found[value] = replace(
+                self.found[value],
+                scores=attention.scores.get(value),
+                fused=value in attention.fused,
+            )
+
+    def _add(self, value: int, **fields: Any) -> None:
+        aval = self.graph.avals[value]
+        if value not in self.fixed and hasattr(aval, "shape"):
+            self.found[value] = Tensor(shape=aval.shape, dtype=aval.dtype, **fields)
+
+    def _add_outputs(self, op: Op) -> None:
+        discrete = not self.data.isdisjoint(op.reads)
+        for i, value in enumerate(op.outs):
+            aval = self.graph.avals[value]
+            floating = _floating(aval)
+            name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
+            if expensive(op):
+                self._add(
+                    value,
+                    name=name,
+                    kind="op",
+                    where=op.where,
+                    discrete=discrete and not floating,
+                    limit=_limit(op, i, self.graph),
+                    terms=self._terms(op),
+                )
+            elif op.kind in ELEMENTWISE and aval.size > 1 and not floating:
+                mask = aval.dtype == bool
+                to_mask = [_is_mask(r, self.graph) for r in self.readers[value]]
+                if (
+                    all(to_mask)
+                    if mask
+                    else not discrete
+                    or not any(_floating(self.graph.avals[v]) for v in op.reads)
+                ):
+                    continue  # part of a larger mask; integers made of integers
+                self._add(
+                    value,
+                    name=name,
+                    kind="mask" if mask else "op",
+                    where=op.where,
+                    discrete=discrete,
+                )
+
+    def _terms(self, op: Op) -> int | None:
+        if not is_product(op, self.fixed, self.known):
+            return None
+        ((axes, _), _) = op.eqn.params["dimension_numbers"]
+        return math.prod(self.graph.avals[op.reads[0]].shape[axis] for axis in axes)
+
+    def _add_names(self) -> None:
+        """Names of `checkpoint_name` win, also over a reshaped copy of their tensor."""
+        root = {}
+        for op in self.graph.ops:
+            if op.kind in ALIAS:
+                for source, out in zip(op.ins, op.outs, strict=False):
+                    if isinstance(source, int):
+                        root[out] = root.get(source, source)
+            if op.kind == "name":
+                value, name = root[op.outs[0]], op.eqn.params["name"]
+                if value in self.found:
+                    self.found[value] = replace(self.found[value], name=name)
+                else:
+                    discrete = value in self.data and not _floating(
+                        self.graph.avals[value]
+                    )
+                    self._add(
+                        value,
+                        name=name,
+                        kind="op",
+                        where=op.where,
+                        cheap=True,
+                        discrete=discrete,
+                    )
+
+    def _move_to_narrower(self) -> None:
+        """A product in float32 that is only read as bfloat16 is stored as that."""
+        for value, tensor in list(self.found.items()):
+            readers = self.readers[value]
+            if (
+                tensor.kind == "op"
+                and tensor.floating
+                and value not in self.graph.outputs
+                and len(readers) == 1
+                and readers[0].kind == "convert_element_type"
+            ):
+                out = readers[0].outs[0]
+                narrow = self.graph.avals[out]
+                if _floating(narrow) and narrow.dtype.itemsize < tensor.dtype.itemsize:
+                    del self.found[value]
+                    named = self.found.get(out, tensor).name
+                    self.found[out] = replace(tensor, name=named, dtype=narrow.dtype)
+
+    def _add_functions(self) -> None:
+        """Elementwise nonlinear functions of one tensor, as large as can be."""
+        function: dict[int, Function] = {}
+        avals = self.graph.avals
+        for op in self.graph.ops:
+            moving = [v for v in op.reads if v not in self.fixed]
+            roots = {function[v].root if v in function else v for v in moving}
+            if (
+                (op.kind in ELEMENTWISE or op.kind == "custom_jvp_call")
+                and op.kind not in ("name", "optimization_barrier", "stop_gradient")
+                and not expensive(op)
+                and len(op.outs) == 1
+                and len(roots) == 1
+                and all(_floating(avals[v]) for v in [*moving, *op.outs])
+                and all(avals[v].shape == avals[op.outs[0]].shape for v in moving)
+                and not self.data.isdisjoint(roots)
+            ):
+                parts = [
+                    part for v in moving if v in function for part in function[v].ops
+                ]
+                ops = tuple(dict.fromkeys([*parts, op]))
+                function[op.outs[0]] = Function(roots.pop(), ops)
+        for value, made in function.items():
+            curved = [op for op in made.ops if op.kind in NONLINEAR]
+            inner = all(
+                o in function and function[o].root == made.root
+                for reader in self.readers[value]
+                for o in reader.outs
+            )
+            if value in self.found or not curved or (inner and self.readers[value]):
+                continue
+            label = _function_name(curved[0])
+            count = sum(f.name.startswith(f"{label}.") for f in self.found.values())
+            self.functions[value] = made
+            self._add(
+                value,
+                name=f"{label}.{count}",
+                kind="function",
+                where=curved[0].where,
+                cheap=True,
+                step=label in ("relu", "relu6") and len(made.ops) == 1,
+            )
+
+
+def _function_name(op: Op) -> str:
+    if op.kind == "custom_jvp_call":
+        (body, *_) = inner_jaxprs(op)
+        return getattr(body, "jaxpr", body).debug_info.func_name
+    return op.scope if op.scope and not op.scope.startswith("_") else op.kind
+
+
+def _is_mask(op: Op, graph: Graph) -> bool:
+    return op.kind in ELEMENTWISE and graph.avals[op.outs[0]].dtype == bool
+
+
+def _floating(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def _limit(op: Op, output: int, graph: Graph) -> int | None:
+    """For integers known to lie in ``[0, limit)``."""
+    if op.kind in ("argmax", "argmin"):
+        shape = graph.avals[op.reads[0]].shape
+        return math.prod(shape[axis] for axis in op.eqn.params["axes"])
+    if op.kind == "top_k" and output == 1:
+        return graph.avals[op.reads[0]].shape[op.eqn.params.get("axis", -1)]
+    return None

@@ -1,0 +1,322 @@
+"""A traced function that is differentiated from what a policy has stored."""
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from jaxcompact.codecs import Codec
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
+from jaxcompact.policy import ChoosesActions, Save
+from jaxcompact.replay import Replay, Slot
+from jaxcompact.tensors import Tensors
+
+
+class Traced:
+    """A traced function that is run, and differentiated, under a policy.
+
+    Attributes:
+        graph: the function; its first inputs are what it closes over.
+        names: name of each input that is no parameter.
+        keep: inputs that are not to be encoded, and why.
+        known: whether it is known which inputs are parameters.
+        policy: chooses the actions.
+        label: the function's name.
+        out_tree: structure of its outputs.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        names: dict[int, str],
+        keep: dict[int, str],
+        known: bool,
+        policy: ChoosesActions,
+        *,
+        label: str,
+        out_tree: Any = None,
+        prefix: str = "",
+        prevent_cse: bool = True,
+    ):
+        self.graph, self.names, self.keep, self.known = graph, names, keep, known
+        self.policy = policy
+        self.label, self.out_tree, self.prefix = label, out_tree, prefix
+        self.prevent_cse = prevent_cse
+        self.plans: dict[tuple[bool, ...], Plan] = {}
+        self.bodies: dict[Op, tuple[Traced, ...]] = {}
+
+    def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
+        if perturbed not in self.plans:
+            self.plans[perturbed] = Plan(self, perturbed)
+        return self.plans[perturbed]
+
+    @functools.cached_property
+    def primal(self) -> Callable:
+        @jax.jit
+        def primal(*inputs):
+            env = self.graph.run(inputs, lambda op, values, _: op.bind(*values))
+            return [read(env, v) for v in self.graph.outputs]
+
+        return primal
+
+    def bind(self, op: Op, values: Sequence[Any]) -> list[Any]:
+        """What an operation makes; bodies of loops and branches are checkpointed."""
+        if op.kind not in ("scan", "cond"):
+            return op.bind(*values)
+        if op not in self.bodies:
+            jaxprs = enumerate(inner_jaxprs(op))
+            self.bodies[op] = tuple(self._body(op, i, jaxpr) for i, jaxpr in jaxprs)
+        bodies = self.bodies[op]
+        if op.kind == "cond":
+            return _switch(bodies, *values)
+        (body,) = bodies
+        avals = [body.graph.avals[v] for v in body.graph.inputs]
+        jaxpr = jax.make_jaxpr(lambda *inputs: run(body, *inputs))(*avals)
+        return op.bind(*values, jaxpr=jaxpr)
+
+    def _body(self, op: Op, index: int, jaxpr: Any) -> "Traced":
+        graph, label = graph_of(jaxpr), op.name
+        if op.kind == "scan":
+            first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
+            outer = op.ins
+        else:
+            first, count, outer = 0, 0, op.ins[1:]
+            label = f"{label}.{index}"
+        fixed = Tensors(self.graph, self.names, self.known).fixed
+        names, keep = {}, {}
+        for i, (v, value) in enumerate(zip(graph.inputs, outer, strict=True)):
+            if isinstance(value, int) and value not in fixed:
+                names[v] = f"input.{i}"
+                # What runs through a loop is new every time; all else belongs to the
+                # arrays outside, and is not stored again.
+                if not first <= i < first + count:
+                    keep[v] = "belongs to a tensor outside"
+        return Traced(
+            graph,
+            names,
+            keep,
+            self.known,
+            self.policy,
+            label=f"{self.label}/{label}",
+            prefix=f"{self.prefix}{label}/",
+            prevent_cse=self.prevent_cse,
+        )
+
+
+class Plan:
+    """A `Replay` with its codecs: what one pass of differentiation runs."""
+
+    def __init__(self, traced: Traced, perturbed: tuple[bool, ...]):
+        self.traced = traced
+        self.replay = Replay(
+            traced.graph,
+            traced.names,
+            traced.keep,
+            traced.known,
+            perturbed,
+            traced.policy,
+            traced.bind,
+            traced.prefix,
+        )
+        self.stores = [_Store.of(slot, self.replay) for slot in self.replay.slots]
+        lossy = any(isinstance(slot.action, Codec) for slot in self.replay.slots)
+        self.guard = _guard(traced.label) if lossy else lambda x: x
+        self.forward, self.backward = jax.jit(self._forward), jax.jit(self._backward)
+
+    def active(self, cts: Sequence[Any]) -> list[jax.Array]:
+        """The cotangents that the backward pass takes, of all outputs'."""
+        return [_instantiated(cts[i]) for i in self.replay.active]
+
+    def nothing(self) -> list[list[jax.Array]]:
+        """Zeros in the place of what `forward` stores."""
+        return [
+            [jnp.zeros(leaf.shape, _bits_of(leaf.dtype)) for leaf in store.leaves]
+            for store in self.stores
+        ]
+
+    def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
+        wrt = set(self.replay.wrt)
+        inputs = [self.guard(x) if i in wrt else x for i, x in enumerate(inputs)]
+        outs, stored = self.replay.run_forward(
+            inputs, lambda k, value: self.stores[k].encode(value)
+        )
+        if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
+            outs, stored = jax.lax.optimization_barrier((outs, stored))
+        return outs, stored
+
+    def _backward(self, kept, stored, cts) -> list[Any]:
+        if self.traced.prevent_cse:  # or XLA decodes early
+            kept, stored, cts = jax.lax.optimization_barrier((kept, stored, cts))
+        pairs = zip(self.stores, stored, strict=True)
+        values = [store.decode(leaves) for store, leaves in pairs]
+        return self.replay.run_backward(kept, values, cts)
+
+
+@dataclass(frozen=True)
+class _Store:
+    """How the value of a slot crosses from the forward to the backward pass.
+
+    As integers: an outer `checkpoint` then knows that there is nothing to encode.
+    """
+
+    codec: Codec | None
+    seed: int
+    tree: Any
+    leaves: list[Any]
+    dtype: Any
+
+    @classmethod
+    def of(cls, slot: Slot, replay: Replay) -> "_Store":
+        aval = replay.avals[slot.source]
+        codec = None if isinstance(slot.action, Save) else slot.action
+        seed = zlib.crc32(slot.tensor.name.encode())
+        encoded = aval
+        self = cls(codec, seed, None, [], aval.dtype)
+        if codec is not None:
+            encoded = jax.eval_shape(self._encode, aval)
+        leaves, tree = jax.tree.flatten(encoded)
+        return cls(codec, seed, tree, leaves, aval.dtype)
+
+    def _encode(self, x):
+        if not self.codec.supports(x.dtype):  # a slope of zeros and ones
+            x = x != 0
+        return self.codec.encode(x, self.seed)
+
+    def encode(self, x: jax.Array) -> list[jax.Array]:
+        leaves = [x] if self.codec is None else jax.tree.leaves(self._encode(x))
+        return list(map(_as_bits, leaves))
+
+    def decode(self, leaves: list[jax.Array]) -> jax.Array:
+        pairs = zip(leaves, self.leaves, strict=True)
+        leaves = [_from_bits(leaf, aval.dtype) for leaf, aval in pairs]
+        x = jax.tree.unflatten(self.tree, leaves)
+        return x if self.codec is None else self.codec.decode(x).astype(self.dtype)
+
+
+# --- differentiation -------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def run(traced: Traced, *inputs: Any) -> list[Any]:
+    """The function's outputs; it is differentiated from what its policy stores."""
+    return traced.primal(*inputs)
+
+
+def _run_forward(traced: Traced, *inputs: Any):
+    mask, inputs = _opened(inputs)
+    plan = traced.plan(mask)
+    outs, stored = plan.forward(*inputs)
+    # As they are: a loop over layers then knows them for slices of the parameters.
+    kept = [inputs[i] for i in plan.replay.kept]
+    return outs, (_Static(mask), kept, stored)
+
+
+def _run_backward(traced: Traced, residuals, cts):
+    mask, kept, stored = residuals
+    plan = traced.plan(mask.value)
+    moved = plan.backward(kept, stored, plan.active(cts))
+    found = dict(zip(plan.replay.wrt, moved, strict=True))
+    return tuple(found.get(i) for i in range(len(mask.value)))
+
+
+run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _switch(branches: tuple[Traced, ...], index: Any, *inputs: Any) -> list[Any]:
+    """`jax.lax.switch`, whose own derivative would copy the inputs it keeps."""
+    return jax.lax.switch(index, [branch.primal for branch in branches], *inputs)
+
+
+def _switch_forward(branches: tuple[Traced, ...], index: Any, *inputs: Any):
+    mask, inputs = _opened(inputs)
+    plans = [branch.plan(mask) for branch in branches]
+
+    def branch(plan):
+        def forward(*inputs):
+            outs, stored = plan.forward(*inputs)
+            return outs, [stored if p is plan else p.nothing() for p in plans]
+
+        return forward
+
+    outs, stored = jax.lax.switch(index.value, list(map(branch, plans)), *inputs)
+    return outs, (_Static(mask), index.value, inputs, stored)
+
+
+def _switch_backward(branches: tuple[Traced, ...], residuals, cts):
+    mask, index, inputs, stored = residuals
+    wrt = [i for i, moves in enumerate(mask.value) if moves]
+
+    def branch(i):
+        plan = branches[i].plan(mask.value)
+
+        def backward(inputs, stored, cts):
+            kept = [inputs[k] for k in plan.replay.kept]
+            moved = plan.backward(kept, stored[i], plan.active(cts))
+            found = dict(zip(plan.replay.wrt, moved, strict=True))
+            return [found[k] if k in found else jnp.zeros_like(inputs[k]) for k in wrt]
+
+        return backward
+
+    cts = list(map(_instantiated, cts))
+    functions = list(map(branch, range(len(branches))))
+    moved = jax.lax.switch(index, functions, inputs, stored, cts)
+    found = dict(zip(wrt, moved, strict=True))
+    return None, *(found.get(i) for i in range(len(mask.value)))
+
+
+_switch.defvjp(_switch_forward, _switch_backward, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Static:
+    """What is known when tracing, among the residuals."""
+
+    value: Any
+
+
+def _opened(inputs: Sequence[Any]) -> tuple[tuple[bool, ...], list[Any]]:
+    """Which inputs are differentiated, and the inputs."""
+    return tuple(x.perturbed for x in inputs), [x.value for x in inputs]
+
+
+def _instantiated(ct: Any) -> jax.Array:
+    return jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
+
+
+def _guard(label: str) -> Callable:
+    """The identity, which can't be differentiated."""
+
+    @jax.custom_jvp
+    def guard(x):
+        return x
+
+    @guard.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            f"checkpoint of {label!r}: what is encoded has no second derivative; use "
+            f"jax.checkpoint, or a policy that saves and recomputes alone"
+        )
+
+    return guard
+
+
+def _as_bits(x: jax.Array) -> jax.Array:
+    bits = _bits_of(x.dtype)
+    return x if bits == x.dtype else jax.lax.bitcast_convert_type(x, bits)
+
+
+def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _bits_of(dtype: Any) -> Any:
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    return jnp.dtype(f"uint{8 * dtype.itemsize}") if floating else dtype

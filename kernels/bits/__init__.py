@@ -1,0 +1,1 @@
+"""Pack small unsigned integers into bytes."""

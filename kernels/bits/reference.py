@@ -1,0 +1,45 @@
+"""Bit packing in pure JAX: by hand, in uint8, along any axis.
+
+With 1, 2 or 4 bits an axis of n codes is cut in ``8 / bits`` parts, one to a lane: the
+first part lies in the low bits of the bytes, the next one above it. So whole slices
+move and nothing is interleaved. 3 bits are a plane of 2 bits, then a plane of 1.
+"""
+
+import math
+from functools import reduce
+from operator import or_
+
+import jax
+import jax.numpy as jnp
+
+
+def unit(bits: int) -> int:
+    """Codes that fill whole bytes: the packed axis is a multiple of it."""
+    return 8 // math.gcd(8, bits)
+
+
+def pack(codes: jax.Array, *, bits: int, axis: int = -1) -> jax.Array:
+    """``n`` codes below ``2^bits`` in ``n * bits / 8`` bytes along ``axis``; uint8."""
+    if bits == 8:
+        return codes
+    if bits == 3:
+        planes = (
+            pack(codes & 3, bits=2, axis=axis),
+            pack(codes >> 2, bits=1, axis=axis),
+        )
+        return jnp.concatenate(planes, axis)
+    parts = jnp.split(codes, 8 // bits, axis)
+    return reduce(or_, (part << (bits * lane) for lane, part in enumerate(parts)))
+
+
+def unpack(packed: jax.Array, *, bits: int, axis: int = -1) -> jax.Array:
+    """The inverse of `pack`."""
+    if bits == 8:
+        return packed
+    if bits == 3:
+        low, high = jnp.split(packed, [packed.shape[axis] * 2 // 3], axis)
+        high = unpack(high, bits=1, axis=axis)
+        return unpack(low, bits=2, axis=axis) | (high << 2)
+    mask = 2**bits - 1
+    parts = [(packed >> (bits * lane)) & mask for lane in range(8 // bits)]
+    return jnp.concatenate(parts, axis)
