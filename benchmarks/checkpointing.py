@@ -45,6 +45,7 @@ SEEDS = (0, 1, 2)
 
 Q = jc.Quantized
 POLICIES = {
+    "recomputed": jc.Policy(),
     "int8": jc.policies.int8(),
     "int4": jc.policies.int4(),
     "int3": jc.policies.int3(),
@@ -54,6 +55,9 @@ POLICIES = {
     "int4, outlier channels kept": jc.policies.compress(jc.OutlierQuantized(4)),
     "int4, rotated": jc.policies.compress(jc.Chain(jc.Hadamard(64), Q(4))),
     "float8": jc.policies.compress(jc.Float8()),
+    "int4, flash run again": dataclasses.replace(
+        jc.policies.int4(), attention=jc.Recompute()
+    ),
     "int4, v and output of flash too": dataclasses.replace(
         jc.policies.int4(), attention=None
     ),
@@ -66,7 +70,8 @@ POLICIES = {
     "uniform int4": jc.policies.uniform(Q(4)),
     "uniform int4, stochastic": jc.policies.uniform(Q(4, stochastic=True)),
 }
-TRAINED = ("exact", "int8", "int4", "int3", "uniform int4")
+# "recomputed" is exact but for rounding: what it differs by is noise.
+TRAINED = ("exact", "recomputed", "int8", "int4", "int3", "uniform int4")
 
 
 @jax.custom_vjp

@@ -11,6 +11,7 @@ from jaxcompact.codecs import Narrow as Narrow
 from jaxcompact.codecs import Offload as Offload
 from jaxcompact.codecs import OutlierQuantized as OutlierQuantized
 from jaxcompact.codecs import Quantized as Quantized
+from jaxcompact.explain import explain as explain
 from jaxcompact.limiter import limit_norm_growth as limit_norm_growth
 from jaxcompact.linear import linear as linear
 from jaxcompact.optimizers import in_subspace as in_subspace

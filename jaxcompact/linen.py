@@ -1,9 +1,16 @@
-"""Flax Linen: a drop-in `Dense`."""
+"""Flax Linen: a drop-in `Dense`, and `checkpoint` for modules."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core import lift
 
+from jaxcompact.checkpoint import as_tuple
+from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.linear import SketchedKernel, linear
+from jaxcompact.policy import ChoosesActions
 
 
 class Dense(nn.Dense):
@@ -41,3 +48,52 @@ class Dense(nn.Dense):
 def _unboxed(param):
     """The value of a parameter that `flax.linen.with_partitioning` put in a box."""
     return param.value if isinstance(param, nn.Partitioned) else param
+
+
+def checkpoint(
+    target: Any,
+    *,
+    policy: ChoosesActions,
+    static_argnums: int | Sequence[int] = (),
+    prevent_cse: bool = True,
+    methods: Any = None,
+) -> Any:
+    """`flax.linen.remat`, which can also encode what it saves.
+
+    ``target`` is a module class or a function whose first argument is a module, which
+    counts as argument 0 of ``static_argnums``. Arrays among the arguments may be
+    encoded; variables never are. See `jaxcompact.checkpoint`.
+
+    >>> import jax, jaxcompact as jc
+    >>> import jax.numpy as jnp
+    >>> from flax import linen as nn
+    >>> from jaxcompact import linen as clinen
+    >>> layer = clinen.checkpoint(nn.Dense, policy=jc.policies.int4())(64)
+    >>> variables = layer.init(jax.random.key(0), jnp.ones((2, 64)))
+    >>> jax.grad(lambda v: layer.apply(v, jnp.ones((2, 64))).sum())(variables)[
+    ...     "params"]["bias"].shape
+    (64,)
+    """
+    # Of the function below: two groups of the scope, then the target's own arguments.
+    static = tuple(n + 1 for n in as_tuple(static_argnums))
+
+    def lifted(fn: Any) -> Any:
+        def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
+            def pure(variable_groups, rng_groups, *args, **kwargs):
+                scope = scope_fn(variable_groups, rng_groups)
+                return fn(scope, *args, **kwargs), repack_fn(scope)
+
+            run = functional_checkpoint(
+                pure,
+                policy=policy,
+                params=(0, 1),
+                static_argnums=static,
+                prevent_cse=prevent_cse,
+            )
+            return run(variable_groups, rng_groups, *args, **kwargs)
+
+        return lift.pack(
+            inner, (True,), (True,), (True,), name="checkpoint", enable_kwargs=True
+        )
+
+    return nn.transforms.lift_transform(lifted, target, methods=methods)

@@ -1,6 +1,7 @@
-"""Flax NNX: a drop-in `Linear`, and `value_and_grad` for modules."""
+"""Flax NNX: a drop-in `Linear`; `value_and_grad` and `checkpoint` for modules."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,10 @@ from flax import nnx
 from jax import lax
 
 from jaxcompact import subspace as functional
+from jaxcompact.checkpoint import as_tuple
+from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.linear import SketchedKernel, linear
+from jaxcompact.policy import ChoosesActions
 from jaxcompact.subspace import Subspace
 
 
@@ -85,5 +89,62 @@ def value_and_grad(
         )(params, step=step)
         nnx.update(model, changed)
         return ((value, aux) if has_aux else value), grads
+
+    return wrapped
+
+
+def checkpoint(
+    fun: Callable,
+    *,
+    policy: ChoosesActions,
+    static_argnums: int | Sequence[int] = (),
+    prevent_cse: bool = True,
+) -> Callable:
+    """`flax.nnx.remat`, which can also encode what it saves.
+
+    ``fun`` takes modules among its arguments, and may change their state (batch
+    statistics, RNG counts) as ever. Arrays among the arguments may be encoded; NNX
+    variables, parameters and all other state, never are. See `jaxcompact.checkpoint`.
+
+    >>> import jax, jaxcompact as jc
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jaxcompact import nnx as cnnx
+    >>> layer = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    >>> block = cnnx.checkpoint(lambda layer, x: nnx.gelu(layer(x)),
+    ...                         policy=jc.policies.int4())
+    >>> nnx.grad(lambda layer, x: block(layer, x).sum())(layer, jnp.ones((2, 64))
+    ...     )["bias"].shape
+    (64,)
+    """
+
+    def pure(static, variables, rest):
+        graphdef, positions, constants = static
+        args, kwargs = nnx.merge(graphdef, variables, rest, copy=True)
+        args = list(args)
+        for position, value in zip(positions, constants, strict=True):
+            args.insert(position, value)
+        outs = fun(*args, **kwargs)
+        return outs, nnx.state((args, kwargs), nnx.Variable)
+
+    inner = functional_checkpoint(
+        functools.wraps(fun)(pure),
+        policy=policy,
+        params=1,
+        static_argnums=0,
+        prevent_cse=prevent_cse,
+    )
+
+    @functools.wraps(fun)
+    def wrapped(*args, **kwargs):
+        given = as_tuple(static_argnums)
+        positions = tuple(sorted(n % len(args) for n in given))
+        constants = tuple(args[n] for n in positions)
+        args = [a for n, a in enumerate(args) if n not in positions]
+        node = args, kwargs
+        graphdef, variables, rest = nnx.split(node, nnx.Variable, ...)
+        outs, state = inner((graphdef, positions, constants), variables, rest)
+        nnx.update(node, state)
+        return outs
 
     return wrapped

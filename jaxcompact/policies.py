@@ -8,7 +8,7 @@ through something nonlinear, where variance is bias.
 """
 
 from jaxcompact.codecs import Codec, Quantized
-from jaxcompact.policy import Compress, Save
+from jaxcompact.policy import Compress, Recompute, Save
 
 _SCORES = Quantized(8, symmetric=False)
 
@@ -24,8 +24,9 @@ def int4() -> Compress:
 
 
 def int3() -> Compress:
-    """3 bits in smaller groups; 8 for q and k, 4 for what else attention reads."""
-    return Compress(Quantized(3, group_size=32), scores=_SCORES, attention=Quantized(4))
+    """3 bits in smaller groups; 8 for q and k. Fused attention is run again."""
+    codec = Quantized(3, group_size=32)
+    return Compress(codec, scores=_SCORES, attention=Recompute())
 
 
 def compress(codec: Codec) -> Compress:

@@ -113,7 +113,10 @@ class Policy:
 
     def unused(self, names: set[str]) -> list[str]:
         """Patterns that match none of these names."""
-        return [p for p, _ in self.rules if not any(fnmatchcase(n, p) for n in names)]
+        unused = [p for p, _ in self.rules if not any(fnmatchcase(n, p) for n in names)]
+        if isinstance(self.default, Policy):
+            unused += self.default.unused(names)
+        return unused
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ class Compress:
         scores: of the operands of softmax scores, q and k, whose errors the exponential
             amplifies; a `Quantized` takes its groups along the tokens of one channel.
         attention: of the other operands and results of an attention that keeps its
-            softmax's normalization (cuDNN's): v and the output.
+            softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
+            attention again from decoded q, k and v, which then are no special case.
         terms: products of two activations over at most so many terms are made again:
             that takes fewer operations than encoding takes bytes.
 
@@ -134,7 +138,7 @@ class Compress:
 
     codec: Save | Codec
     scores: Save | Codec | None = None
-    attention: Save | Codec | None = None
+    attention: Save | Recompute | Codec | None = None
     terms: int = 128
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
@@ -146,6 +150,8 @@ class Compress:
             return Recompute(), "elementwise"
         if tensor.cheap:
             return Recompute(), "cheap to make again"
+        if tensor.fused == "result" and self.attention == Recompute():
+            return Recompute(), "of an attention that is run again"
         if tensor.statistic:
             return Save(), "small beside what it is made of"
         if tensor.terms is not None and tensor.terms <= self.terms:
@@ -155,7 +161,7 @@ class Compress:
             if isinstance(codec, Quantized):
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of softmax scores"
-        if tensor.fused and self.attention is not None:
+        if tensor.fused and self.attention not in (None, Recompute()):
             return self.attention, "of an attention that keeps its normalization"
         return self.codec, "expensive to make again"
 

@@ -275,6 +275,7 @@ class Replay:
             dtype=aval.dtype,
             where=op.where,
             statistic=16 * aval.size <= largest,
+            fused=self.tensors.found[op.outs[0]].fused,
         )
 
     # --- backward ---

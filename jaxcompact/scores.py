@@ -15,13 +15,14 @@ class Attention:
         scores: operands of scores, products of two activations that reach a softmax's
             exponential, which turns their absolute error into a relative one; and the
             axis along which their tokens lie.
-        fused: operands and results of operations that keep a softmax's normalization
-            for their backward pass (flash attention): there the errors of scores,
-            values and result do not cancel as they do where softmax is made again.
+        fused: the "operand"s and "result"s of operations that keep a softmax's
+            normalization for their backward pass (flash attention): there the errors of
+            scores, values and result do not cancel, as they do where softmax is made
+            again.
     """
 
     scores: dict[int, int] = field(default_factory=dict)
-    fused: set[int] = field(default_factory=set)
+    fused: dict[int, str] = field(default_factory=dict)
 
 
 def find_attention(
@@ -91,8 +92,9 @@ def find_attention(
             add_scores(value, axis)
         if inner and op.kind not in ("remat2", "checkpoint"):
             for source in sources(op):
-                found.fused.update(origins(source, None, set()))
-            found.fused.update(op.outs)
+                for origin in origins(source, None, set()):
+                    found.fused.setdefault(origin, "operand")
+            found.fused.update(dict.fromkeys(op.outs, "result"))
     return found
 
 

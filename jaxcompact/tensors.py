@@ -40,7 +40,8 @@ class Tensor:
         limit: for integers known to lie in ``[0, limit)``.
         scores: for an operand of a softmax's scores, ``q k^T``, the axis along which
             the tokens lie; else None.
-        fused: read or made by an attention that keeps its softmax's normalization.
+        fused: "operand" or "result" of an attention that keeps its softmax's
+            normalization for its backward pass; None for all others.
         terms: for the product of two activations, the number of terms summed up.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp).
@@ -55,7 +56,7 @@ class Tensor:
     discrete: bool = False
     limit: int | None = None
     scores: int | None = None
-    fused: bool = False
+    fused: Literal["operand", "result"] | None = None
     terms: int | None = None
     step: bool = False
     statistic: bool = False
@@ -132,7 +133,7 @@ class Tensors:
             self.found[value] = replace(
                 self.found[value],
                 scores=attention.scores.get(value),
-                fused=value in attention.fused,
+                fused=attention.fused.get(value),
             )
 
     def _add(self, value: int, **fields: Any) -> None:
@@ -156,23 +157,24 @@ class Tensors:
                     limit=_limit(op, i, self.graph),
                     terms=self._terms(op),
                 )
-            elif op.kind in ELEMENTWISE and aval.size > 1 and not floating:
-                mask = aval.dtype == bool
-                to_mask = [_is_mask(r, self.graph) for r in self.readers[value]]
-                if (
-                    all(to_mask)
-                    if mask
-                    else not discrete
-                    or not any(_floating(self.graph.avals[v]) for v in op.reads)
-                ):
-                    continue  # part of a larger mask; integers made of integers
+            elif op.kind in ELEMENTWISE and aval.size > 1 and self._decides(op, value):
                 self._add(
                     value,
                     name=name,
-                    kind="mask" if mask else "op",
+                    kind="mask" if aval.dtype == bool else "op",
                     where=op.where,
                     discrete=discrete,
                 )
+
+    def _decides(self, op: Op, value: int) -> bool:
+        """Whether it makes a mask that something else reads, or rounds to integers."""
+        aval = self.graph.avals[value]
+        if aval.dtype == bool:
+            return not all(_is_mask(r, self.graph) for r in self.readers[value])
+        rounded = any(
+            v in self.data and _floating(self.graph.avals[v]) for v in op.reads
+        )
+        return rounded and not _floating(aval)
 
     def _terms(self, op: Op) -> int | None:
         if not is_product(op, self.fixed, self.known):
@@ -224,47 +226,66 @@ class Tensors:
                     self.found[out] = replace(tensor, name=named, dtype=narrow.dtype)
 
     def _add_functions(self) -> None:
-        """Elementwise nonlinear functions of one tensor, as large as can be."""
-        function: dict[int, Function] = {}
-        avals = self.graph.avals
+        """Elementwise nonlinear functions of one tensor, as large as can be.
+
+        A relu is one by itself: its derivative is 0 or 1.
+        """
+        made: dict[int, Function] = {}
+        steps = set()
+
+        def root(value: int) -> int:
+            return made[value].root if value in made and value not in steps else value
+
         for op in self.graph.ops:
             moving = [v for v in op.reads if v not in self.fixed]
-            roots = {function[v].root if v in function else v for v in moving}
-            if (
-                (op.kind in ELEMENTWISE or op.kind == "custom_jvp_call")
-                and op.kind not in ("name", "optimization_barrier", "stop_gradient")
-                and not expensive(op)
-                and len(op.outs) == 1
-                and len(roots) == 1
-                and all(_floating(avals[v]) for v in [*moving, *op.outs])
-                and all(avals[v].shape == avals[op.outs[0]].shape for v in moving)
-                and not self.data.isdisjoint(roots)
-            ):
+            if not self._is_elementwise(op, moving) or not self.data.issuperset(moving):
+                continue
+            if _function_name(op) in ("relu", "relu6") and op.kind == "custom_jvp_call":
+                steps.add(op.outs[0])
+                made[op.outs[0]] = Function(moving[0], (op,))
+            elif len({root(v) for v in moving}) == 1:
                 parts = [
-                    part for v in moving if v in function for part in function[v].ops
+                    part
+                    for v in moving
+                    if v in made and v not in steps
+                    for part in made[v].ops
                 ]
                 ops = tuple(dict.fromkeys([*parts, op]))
-                function[op.outs[0]] = Function(roots.pop(), ops)
-        for value, made in function.items():
-            curved = [op for op in made.ops if op.kind in NONLINEAR]
-            inner = all(
-                o in function and function[o].root == made.root
+                made[op.outs[0]] = Function(root(moving[0]), ops)
+
+        for value, function in made.items():
+            curved = [op for op in function.ops if op.kind in NONLINEAR]
+            inner = self.readers[value] and all(
+                o in made and made[o].root == function.root
                 for reader in self.readers[value]
                 for o in reader.outs
             )
-            if value in self.found or not curved or (inner and self.readers[value]):
+            if value in self.found or not curved or inner:
                 continue
             label = _function_name(curved[0])
             count = sum(f.name.startswith(f"{label}.") for f in self.found.values())
-            self.functions[value] = made
+            self.functions[value] = function
             self._add(
                 value,
                 name=f"{label}.{count}",
                 kind="function",
                 where=curved[0].where,
                 cheap=True,
-                step=label in ("relu", "relu6") and len(made.ops) == 1,
+                step=value in steps,
             )
+
+    def _is_elementwise(self, op: Op, moving: list[int]) -> bool:
+        """Whether it makes one array of numbers, each of the numbers in its place."""
+        avals, kind = self.graph.avals, op.kind
+        return (
+            bool(moving)
+            and len(op.outs) == 1
+            and (kind in ELEMENTWISE or kind == "custom_jvp_call")
+            and kind not in ("name", "optimization_barrier", "stop_gradient")
+            and not expensive(op)
+            and all(_floating(avals[v]) for v in [*moving, *op.outs])
+            and all(avals[v].shape == avals[op.outs[0]].shape for v in moving)
+        )
 
 
 def _function_name(op: Op) -> str:

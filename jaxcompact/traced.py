@@ -29,6 +29,7 @@ class Traced:
         policy: chooses the actions.
         label: the function's name.
         out_tree: structure of its outputs.
+        labels: name of each input that is a parameter.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Traced:
         policy: ChoosesActions,
         *,
         label: str,
+        labels: dict[int, str] | None = None,
         out_tree: Any = None,
         prefix: str = "",
         prevent_cse: bool = True,
@@ -47,13 +49,19 @@ class Traced:
         self.graph, self.names, self.keep, self.known = graph, names, keep, known
         self.policy = policy
         self.label, self.out_tree, self.prefix = label, out_tree, prefix
-        self.prevent_cse = prevent_cse
+        self.prevent_cse, self.labels = prevent_cse, labels or {}
         self.plans: dict[tuple[bool, ...], Plan] = {}
         self.bodies: dict[Op, tuple[Traced, ...]] = {}
 
     def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
         if perturbed not in self.plans:
-            self.plans[perturbed] = Plan(self, perturbed)
+            plan = self.plans[perturbed] = Plan(self, perturbed)
+            unused = getattr(self.policy, "unused", lambda names: [])(plan.names())
+            if unused and not self.prefix:
+                raise ValueError(
+                    f"policy: {unused[0]!r} matches no tensor of {self.label!r}; the "
+                    f"names are {', '.join(sorted(plan.names()))}"
+                )
         return self.plans[perturbed]
 
     @functools.cached_property
@@ -128,6 +136,18 @@ class Plan:
         lossy = any(isinstance(slot.action, Codec) for slot in self.replay.slots)
         self.guard = _guard(traced.label) if lossy else lambda x: x
         self.forward, self.backward = jax.jit(self._forward), jax.jit(self._backward)
+
+    def names(self) -> set[str]:
+        """All candidates' names, those of the bodies of loops included."""
+        names = {tensor.name for tensor, _, _ in self.replay.chosen.values()}
+        for plan in self.inner():
+            names |= plan.names()
+        return names
+
+    def inner(self) -> list["Plan"]:
+        """The plans of the bodies of loops and branches."""
+        bodies = [body for group in self.traced.bodies.values() for body in group]
+        return [plan for body in bodies for plan in body.plans.values()]
 
     def active(self, cts: Sequence[Any]) -> list[jax.Array]:
         """The cotangents that the backward pass takes, of all outputs'."""

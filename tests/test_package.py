@@ -26,6 +26,7 @@ LAYERS = (
     {"policies", "replay"},
     {"traced"},
     {"checkpoint"},
+    {"explain"},
     {"optimizers"},
     {"nnx", "linen"},
 )

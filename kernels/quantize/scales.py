@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 BFLOAT16_MAX = float(jnp.finfo(jnp.bfloat16).max)
-SMALLEST = 2.0**-126  # of the normal numbers
+SMALLEST = 2.0**-125  # its half is a normal number
 
 # 8 bits: the sign, and 7 bits of logarithm: 0 is zero, 127 is NaN and c between is
 # 2^((c - 97) / 4), which is 2^-24 to 2^7.25 in steps of 19 %.

@@ -1,0 +1,203 @@
+"""What a policy does with every tensor of a function, and why."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxcompact.checkpoint import Params, checkpoint
+from jaxcompact.codecs import Codec
+from jaxcompact.policy import ChoosesActions, Recompute
+from jaxcompact.traced import Plan
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of one tensor.
+
+    Attributes:
+        name: as the patterns of a `Policy` see it.
+        kind: "input", "op", "residual", "mask", "function" or "parameter".
+        shape: its shape; of one pass through a loop's body.
+        dtype: name of its dtype.
+        where: the line that makes it.
+        action: what is done with it, as it is written in a policy; "keep" for an input
+            that is kept by reference, "drop" for what the backward pass does not read.
+        reason: why.
+        nbytes: bytes as it is.
+        stored: bytes that are stored between the passes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    where: str
+    action: str
+    reason: str
+    nbytes: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The rows of `explain`; prints as a table.
+
+    Attributes:
+        rows: one for each candidate tensor and each parameter.
+        inside: those of the bodies of loops and branches, for one pass. What they store
+            is among the residuals of ``rows``.
+        stored: bytes between the passes, beside inputs that are kept by reference.
+        exact: bytes of the same tensors as they are.
+    """
+
+    rows: tuple[Row, ...]
+    inside: tuple[Row, ...]
+
+    @property
+    def stored(self) -> int:
+        return sum(row.stored for row in self.rows)
+
+    @property
+    def exact(self) -> int:
+        return sum(row.nbytes for row in self.rows if row.stored)
+
+    def __str__(self) -> str:
+        header = ("tensor", "", "bytes", "stored", "action", "reason", "where")
+        lines = [header]
+        for row in (*self.rows, *self.inside):
+            shape = ",".join(map(str, row.shape))
+            lines.append(
+                (
+                    row.name,
+                    f"{row.dtype}[{shape}]",
+                    f"{row.nbytes:,}",
+                    f"{row.stored:,}",
+                    row.action,
+                    row.reason,
+                    row.where,
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join(
+                cell.rjust(width) if i in (2, 3) else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        text.append(f"stored: {self.stored:,} bytes, of {self.exact:,}")
+        return "\n".join(text)
+
+
+def explain(
+    fun: Callable,
+    *args: Any,
+    policy: ChoosesActions | None = None,
+    params: Params = None,
+    **kwargs: Any,
+) -> Explanation:
+    """What a policy does with every tensor of ``fun(*args, **kwargs)``, and why.
+
+    ``fun`` is what `checkpoint` returned, or a plain function with a policy for it.
+    Arguments may be `jax.ShapeDtypeStruct`s: nothing is computed. All floating point
+    inputs count as differentiated.
+
+    Raises ValueError for a plain function without a policy, and what `checkpoint` does.
+
+    >>> import jax, jaxcompact as jc
+    >>> import jax.numpy as jnp
+    >>> def block(w, x):
+    ...     return jax.nn.relu(x @ w)
+    >>> said = jc.explain(block, jnp.ones((64, 64)), jnp.ones((8, 64)),
+    ...                   policy=jc.policies.compress(jc.Quantized(8)), params=0)
+    >>> [(row.name, row.action, row.nbytes, row.stored) for row in said.rows][1:]
+    [('x', 'Quantized(bits=8)', 2048, 528), ('dot_general.0', 'drop', 2048, 0),
+     ('relu.0', 'BitMask()', 2048, 64)]
+    """
+    if policy is not None:
+        fun = checkpoint(fun, policy=policy, params=params)
+    if not hasattr(fun, "trace"):
+        raise ValueError(
+            f"policy must be given for a function that is not checkpointed: {fun!r}"
+        )
+    traced, inputs = fun.trace(args, kwargs)
+    avals = [traced.graph.avals[v] for v in traced.graph.inputs]
+    plan = traced.plan(tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals))
+    rows = [
+        Row(
+            name,
+            "parameter",
+            traced.graph.avals[v].shape,
+            str(traced.graph.avals[v].dtype),
+            "",
+            "keep",
+            "a parameter" if not name.startswith("closure.") else "closed over",
+            _nbytes(traced.graph.avals[v]),
+            0,
+        )
+        for v, name in traced.labels.items()
+    ]
+    inside = [row for inner in plan.inner() for row in _rows(inner)]
+    return Explanation((*rows, *_rows(plan)), tuple(inside))
+
+
+def _rows(plan: Plan) -> list[Row]:
+    replay = plan.replay
+    stores: dict[Any, list] = {}
+    for slot, store in zip(replay.slots, plan.stores, strict=True):
+        value = getattr(slot.source, "value", slot.source)
+        stores.setdefault(value, []).append((slot, store))
+    kept = {replay.graph.inputs[i] for i in replay.kept}
+    rows = []
+    for value, (tensor, action, reason) in replay.chosen.items():
+        text, size = _short(action), 0
+        if value in stores:
+            text = ", ".join(_short(slot.action) for slot, _ in stores[value])
+            size = sum(_stored(slot, store) for slot, store in stores[value])
+        elif value in kept:
+            text = "keep"
+            if isinstance(action, Recompute):
+                reason = "an input: there is nothing to make it of"
+        elif not isinstance(action, Recompute):
+            text, reason = "drop", "the backward pass does not read it"
+        rows.append(
+            Row(
+                tensor.name,
+                tensor.kind,
+                tensor.shape,
+                str(tensor.dtype),
+                tensor.where,
+                text,
+                reason,
+                tensor.nbytes,
+                size,
+            )
+        )
+    return rows
+
+
+def _short(action: Any) -> str:
+    """An action as it would be written: arguments at their defaults left out."""
+    fields = dataclasses.fields(action)
+    given = [
+        f"{field.name}={getattr(action, field.name)!r}"
+        for i, field in enumerate(fields)
+        if i == 0 or getattr(action, field.name) != field.default
+    ]
+    return f"{type(action).__name__}({', '.join(given)})"
+
+
+def _stored(slot: Any, store: Any) -> int:
+    """Bytes on the device."""
+    if isinstance(slot.action, Codec) and slot.action.host_nbytes(
+        slot.tensor.shape, slot.tensor.dtype
+    ):
+        return slot.action.nbytes(slot.tensor.shape, slot.tensor.dtype)
+    return sum(map(_nbytes, store.leaves))
+
+
+def _nbytes(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
