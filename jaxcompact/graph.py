@@ -136,3 +136,20 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def inner_jaxprs(op: Op) -> Iterator[Any]:
     return jaxprs_in_params(op.eqn.params)
+
+
+def tie[T](tree: T) -> T:
+    """All arrays of a tree, none of which XLA makes or reads apart from the others.
+
+    Arrays in the host's memory are left out: XLA moves them only by themselves.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    here = [i for i, x in enumerate(leaves) if not on_host(x)]
+    tied = jax.lax.optimization_barrier([leaves[i] for i in here])
+    for i, x in zip(here, tied, strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def on_host(x: Any) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host

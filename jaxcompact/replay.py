@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Graph, Op, graph_of, read
+from jaxcompact.graph import Graph, Op, graph_of, read, tie
 from jaxcompact.kinds import ALIAS, expensive
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.tensors import Tensor, Tensors
@@ -90,7 +90,7 @@ class Program:
             # What else is to be made of its operands, or of products, waits for it.
             waiting = {*products, *op.reads}
             waiting = [v for v in waiting if last.get(v, 0) > number[op]]
-            outs, tied = jax.lax.optimization_barrier((outs, [env[v] for v in waiting]))
+            outs, tied = tie((outs, [env[v] for v in waiting]))
             env.update(zip(waiting, tied, strict=True))
             return outs
 
@@ -439,7 +439,7 @@ class Replay:
 
         def keep(value: int, x: Any) -> Any:
             for k in places.get(value, ()):
-                x, stored[k] = jax.lax.optimization_barrier((x, encode(k, x)))
+                x, stored[k] = tie((x, encode(k, x)))
             return x
 
         def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:

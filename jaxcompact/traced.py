@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, on_host, read, tie
 from jaxcompact.policy import ChoosesActions, Save
 from jaxcompact.replay import Replay, Slot
 from jaxcompact.tensors import Tensors
@@ -167,12 +167,12 @@ class Plan:
             inputs, lambda k, value: self.stores[k].encode(value)
         )
         if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
-            outs, stored = jax.lax.optimization_barrier((outs, stored))
+            outs, stored = tie((outs, stored))
         return outs, stored
 
     def _backward(self, kept, stored, cts) -> list[Any]:
         if self.traced.prevent_cse:  # or XLA decodes early
-            kept, stored, cts = jax.lax.optimization_barrier((kept, stored, cts))
+            kept, stored, cts = tie((kept, stored, cts))
         pairs = zip(self.stores, stored, strict=True)
         values = [store.decode(leaves) for store, leaves in pairs]
         return self.replay.run_backward(kept, values, cts)
@@ -330,7 +330,7 @@ def _guard(label: str) -> Callable:
 
 def _as_bits(x: jax.Array) -> jax.Array:
     bits = _bits_of(x.dtype)
-    return x if bits == x.dtype else jax.lax.bitcast_convert_type(x, bits)
+    return x if bits == x.dtype or on_host(x) else jax.lax.bitcast_convert_type(x, bits)
 
 
 def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:

@@ -29,6 +29,7 @@ CHECKPOINT = {
     "int8": jc.policies.int8(),
     "int4": jc.policies.int4(),
     "int3": jc.policies.int3(),
+    "offload": jc.policies.uniform(jc.Offload()),
     "uniform8": jc.policies.uniform(jc.Quantized(bits=8)),
     "uniform4": jc.policies.uniform(jc.Quantized(bits=4)),
 }
