@@ -1,5 +1,6 @@
 """A function as a flat list of operations on numbered values."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Op:
         eqn: the equation it comes from.
         name: ``"dot_general.3"``, the fourth of its kind in the function.
         scope: name of the innermost jitted function around it, ``"silu"``.
-        where: ``"mlp.py:41"``, the user's line that made it; empty if there is none.
+        calls: the equations of the jitted functions around it, outermost first.
         ins: what it reads.
         outs: what it makes.
     """
@@ -33,7 +34,7 @@ class Op:
     eqn: JaxprEqn
     name: str
     scope: str
-    where: str
+    calls: tuple[JaxprEqn, ...]
     ins: tuple[Value, ...]
     outs: tuple[int, ...]
 
@@ -42,6 +43,11 @@ class Op:
         return self.eqn.primitive.name
 
     @property
+    def where(self) -> str:
+        """``"mlp.py:41"``: the user's line that made it; empty if there is none."""
+        return next(filter(None, map(_where, (*self.calls, self.eqn))), "")
+
+    @functools.cached_property
     def reads(self) -> list[int]:
         return [value for value in self.ins if not isinstance(value, Literal)]
 
@@ -89,26 +95,25 @@ def graph_of(jaxpr: Any) -> Graph:
         graph.avals.append(variable.aval)
         return len(graph.avals) - 1
 
-    def enter(jaxpr, env: dict, scope: str, where: str) -> list[Value]:
+    def enter(jaxpr, env: dict, scope: str, calls: tuple) -> list[Value]:
         def number(v) -> Value:
             return v if isinstance(v, Literal) else env[v]
 
         for eqn in jaxpr.eqns:
             kind, params = eqn.primitive.name, eqn.params
             ins = tuple(map(number, eqn.invars))
-            here = where or _where(eqn)
             if kind in _CALLS:
                 inner, consts = opened(params.get("jaxpr", params.get("call_jaxpr")))
                 inside = dict(zip(inner.invars, ins, strict=True))
                 for variable, value in zip(inner.constvars, consts, strict=True):
                     inside[variable] = new(variable)
                     graph.constants[inside[variable]] = value
-                outs = enter(inner, inside, params.get("name", scope), here)
+                outs = enter(inner, inside, params.get("name", scope), (*calls, eqn))
             else:
                 counts[kind] = counts.get(kind, -1) + 1
                 outs = tuple(map(new, eqn.outvars))
                 name = f"{kind}.{counts[kind]}"
-                graph.ops.append(Op(eqn, name, scope, here, ins, outs))
+                graph.ops.append(Op(eqn, name, scope, calls, ins, outs))
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(number, jaxpr.outvars))
 
@@ -116,7 +121,7 @@ def graph_of(jaxpr: Any) -> Graph:
     variables = [*jaxpr.constvars, *jaxpr.invars]
     graph.inputs = list(map(new, variables))
     env = dict(zip(variables, graph.inputs, strict=True))
-    graph.outputs = enter(jaxpr, env, "", "")
+    graph.outputs = enter(jaxpr, env, "", ())
     return graph
 
 

@@ -40,5 +40,5 @@ def compress(codec: Codec) -> Compress:
 
 
 def uniform(codec: Codec) -> Compress:
-    """One codec for all: `Offload`, or 8 bits. With 4, attention's gradients go wrong."""
+    """One codec for all: `Offload`, or 8 bits. 4 spoil attention's gradients."""
     return Compress(codec)

@@ -206,7 +206,7 @@ class _Store:
     def _encode(self, x):
         if not self.codec.supports(x.dtype):  # a slope of zeros and ones
             x = x != 0
-        return self.codec.encode(x, self.seed)
+        return _encode(self.codec, self.seed, x)
 
     def encode(self, x: jax.Array) -> list[jax.Array]:
         leaves = [x] if self.codec is None else jax.tree.leaves(self._encode(x))
@@ -216,7 +216,12 @@ class _Store:
         pairs = zip(leaves, self.leaves, strict=True)
         leaves = [_from_bits(leaf, aval.dtype) for leaf, aval in pairs]
         x = jax.tree.unflatten(self.tree, leaves)
-        return x if self.codec is None else self.codec.decode(x).astype(self.dtype)
+        return x if self.codec is None else _decode(self.codec, x).astype(self.dtype)
+
+
+# Jitted, so that layers after the first find them traced.
+_encode = jax.jit(lambda codec, seed, x: codec.encode(x, seed), static_argnums=(0, 1))
+_decode = jax.jit(lambda codec, encoded: codec.decode(encoded), static_argnums=0)
 
 
 # --- differentiation -------------------------------------------------------------
