@@ -58,6 +58,11 @@ step remat_dots_no_batch --method remat --checkpoint dots_no_batch
 step compact --method compact --rank 0.25
 step compact_remat_nothing --method compact --rank 0.25 --checkpoint nothing
 step compact_remat_dots_no_batch --method compact --rank 0.25 --checkpoint dots_no_batch
+step int4 --method exact --checkpoint int4
+step compact_int4 --method compact --rank 0.25 --checkpoint int4
+step int8 --method exact --checkpoint int8
+step int3 --method exact --checkpoint int3
+step offload --method exact --checkpoint offload
 step galore --method galore --rank 0.25
 step remat_dots --method remat --checkpoint dots
 step compact_half_4bit --method compact --rank 0.5 --bits 4

@@ -12,16 +12,17 @@ from jax.extend.core import get_opaque_trace_state
 from jaxcompact.graph import graph_of
 from jaxcompact.linear import SketchedKernel
 from jaxcompact.paths import path_name
-from jaxcompact.policy import ChoosesActions
+from jaxcompact.policy import ChoosesActions, Policy
 from jaxcompact.traced import Traced, run
 
+RECOMPUTE = Policy()
 Params = int | type | Sequence[int | type] | None
 
 
 def checkpoint(
     fun: Callable,
     *,
-    policy: ChoosesActions,
+    policy: ChoosesActions = RECOMPUTE,
     params: Params = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
@@ -43,7 +44,7 @@ def checkpoint(
     Args:
         fun: any differentiable function of pytrees.
         policy: what is done with each tensor: a `Policy`, or one of
-            `jaxcompact.policies`.
+            `jaxcompact.policies`. By default all is made again, as by `jax.checkpoint`.
         params: which arguments are parameters: argument numbers, or types of pytree
             nodes (``nnx.Param``). They are kept by reference, never copied, never
             encoded; nor is what follows from them alone. All other floating point

@@ -7,7 +7,7 @@ import jax
 from flax import linen as nn
 from flax.core import lift
 
-from jaxcompact.checkpoint import as_tuple
+from jaxcompact.checkpoint import RECOMPUTE, as_tuple
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.linear import SketchedKernel, linear
 from jaxcompact.policy import ChoosesActions
@@ -53,7 +53,7 @@ def _unboxed(param):
 def checkpoint(
     target: Any,
     *,
-    policy: ChoosesActions,
+    policy: ChoosesActions = RECOMPUTE,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
     methods: Any = None,

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jaxcompact import subspace as functional
-from jaxcompact.checkpoint import as_tuple
+from jaxcompact.checkpoint import RECOMPUTE, as_tuple
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.linear import SketchedKernel, linear
 from jaxcompact.policy import ChoosesActions
@@ -96,7 +96,7 @@ def value_and_grad(
 def checkpoint(
     fun: Callable,
     *,
-    policy: ChoosesActions,
+    policy: ChoosesActions = RECOMPUTE,
     static_argnums: int | Sequence[int] = (),
     prevent_cse: bool = True,
 ) -> Callable:

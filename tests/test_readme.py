@@ -46,8 +46,9 @@ def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
-def test_results_hold_the_tables_that_the_benchmarks_print():
-    command = [sys.executable, "benchmarks/pretraining.py", "table"]
+@pytest.mark.parametrize("script", ["pretraining", "checkpointing", "memory"])
+def test_results_hold_the_tables_that_the_benchmarks_print(script):
+    command = [sys.executable, f"benchmarks/{script}.py", "table"]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
     table = done.stdout.decode()
     assert table.count("\n") > 3

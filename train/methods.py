@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,6 +28,8 @@ CHECKPOINT = {
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "int8": jc.policies.int8(),
     "int4": jc.policies.int4(),
+    # Attention is run again, from decoded q, k and v.
+    "int4_attention": replace(jc.policies.int4(), attention=jc.Recompute()),
     "int3": jc.policies.int3(),
     "offload": jc.policies.uniform(jc.Offload()),
     "uniform8": jc.policies.uniform(jc.Quantized(bits=8)),

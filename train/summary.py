@@ -36,8 +36,8 @@ def linear_input_bytes(training: Training, params: Any, tokens: int) -> int:
     """Bytes that the compressible linears keep of their inputs between the passes.
 
     Linears that read one tensor, the families of `Subspace.slots` (q, k, v; gate, up),
-    keep it once: x in the dtype of the computation, or z as its codec stores it. Under a
-    checkpoint policy they keep nothing of their own, and nothing is counted.
+    keep it once: x in the dtype of the computation, or z as its codec stores it. Under
+    a checkpoint policy they keep nothing of their own, and nothing is counted.
     """
     if training.method.checkpoint_policy is not None:
         return 0

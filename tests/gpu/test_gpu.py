@@ -105,6 +105,10 @@ def test_training_losses_are_the_cpus():
         Method("compact", period=3),
         Method("compact", period=3, kind="countsketch", bits=4),
         Method("galore", period=3),
+        Method("exact", checkpoint="int8"),
+        Method("exact", checkpoint="int4"),
+        Method("exact", checkpoint="offload"),
+        Method("compact", period=3, checkpoint="int4"),
     )
     for method in methods:
         with jax.default_matmul_precision("highest"):
@@ -117,7 +121,13 @@ def test_training_losses_are_the_cpus():
 def test_bfloat16_training_is_float32s_within_its_rounding():
     from methods import Method
 
-    for method in (Method("exact"), Method("compact"), Method("compact", bits=4)):
+    methods = (
+        Method("exact"),
+        Method("compact"),
+        Method("compact", bits=4),
+        Method("exact", checkpoint="int4"),  # with cuDNN's attention, in bfloat16
+    )
+    for method in methods:
         low = losses(training(method, "bfloat16"))
         high = losses(training(method))
         assert np.allclose(low, high, rtol=2e-2), (method, low, high)

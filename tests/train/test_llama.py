@@ -227,7 +227,27 @@ def test_checkpoint_changes_what_is_saved_and_nothing_else(model, tokens):
     assert saved[0] > saved[1] > saved[2]
 
 
-@pytest.mark.parametrize("policy", [None, "nothing"])
+@pytest.mark.parametrize("bits, error", [(8, 0.02), (4, 0.3)])
+def test_encoded_layers_leave_the_loss_and_little_of_the_bytes(
+    model, tokens, bits, error
+):
+    """8 bits are 1/254 of a group's extreme; 4 bits 1/16, of many, through softmax."""
+    loss, params = loss_of(model)
+    expected, exact = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    saved = residual_bytes(loss, params, tokens)
+    policy = jc.policies.compress(jc.Quantized(bits))
+    loss, params = loss_of(make(checkpoint=policy))
+    value, grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
+    np.testing.assert_allclose(value, expected, rtol=4 * EPS)
+    found, exact = (
+        jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+        for tree in (grads, exact)
+    )
+    assert 0 < jnp.linalg.norm(found - exact) < error * jnp.linalg.norm(exact)
+    assert residual_bytes(loss, params, tokens) < 0.6 * saved
+
+
+@pytest.mark.parametrize("policy", [None, "nothing", jc.policies.int4()])
 def test_kernels_in_a_subspace_pass_through_the_scan(tokens, policy):
     loss, params = loss_of(make(checkpoint=policy))
     rules = {"layers/(attn/[qkv]|mlp/(gate|up|down))/kernel": jc.Projection(rank=0.25)}
