@@ -63,9 +63,11 @@ class Quantized(Codec):
     of a group far from zero.
 
     Any shape and any float dtype; arithmetic is in float32, and float64 is no more
-    precise. Saturates, never wraps. A group that holds an Inf or a NaN decodes to NaN,
-    so that a broken step is seen. A group of zeros decodes to zeros; a group of one
-    value to that value, to half a step. Scalars are arrays of one entry.
+    precise. Saturates, never wraps: what is beyond bfloat16's 3.39e38, or in an
+    asymmetric group of 1 bit that is wider than that. A group that holds an Inf or a
+    NaN decodes to NaN, so that a broken step is seen. A group of zeros decodes to
+    zeros, and one of equal values to that value, to half a step. Scalars are arrays of
+    one entry.
 
     Groups run along ``axis``; a row shorter than a group is one smaller group, and the
     last group of a longer row is filled up. If the last axis is grouped, and is shorter

@@ -44,15 +44,20 @@ def filled_up(x: jax.Array, *, group: int, axis: int, edge: bool) -> jax.Array:
 
 
 def split_groups(x: jax.Array, *, group: int, axis: int) -> jax.Array:
-    """``[..., groups, group, ...]``. Of an axis sharded in whole groups, groups are."""
+    """``[..., groups, group, ...]``. Of an axis sharded in whole groups, groups are.
+
+    An axis whose groups lie on two devices is gathered first.
+    """
     at = x.ndim + axis
     shape = (*x.shape[:at], x.shape[at] // group, group, *x.shape[at + 1 :])
     sharding = jax.typeof(x).sharding
-    spec = sharding.spec
-    if spec[at] is None or sharding.shard_shape(x.shape)[at] % group:
+    before, here, after = sharding.spec[:at], sharding.spec[at], sharding.spec[at + 1 :]
+    if here is not None and sharding.shard_shape(x.shape)[at] % group:
+        here = None
+        x = jax.sharding.reshard(x, jax.P(*before, here, *after))
+    if here is None:
         return x.reshape(shape)
-    spec = jax.P(*spec[: at + 1], None, *spec[at + 1 :])
-    return jax.lax.reshape(x, shape, out_sharding=spec)
+    return jax.lax.reshape(x, shape, out_sharding=jax.P(*before, here, None, *after))
 
 
 def join_groups(x: jax.Array, *, axis: int, size: int | None = None) -> jax.Array:
@@ -137,9 +142,6 @@ def quantize(
         code = jnp.floor(position)
         code += (code + u < position).astype(jnp.float32) + zero
     code = jnp.clip(code, 0, width).astype(jnp.uint8)
-    # 0 where a group is not finite, by a mask: jax's scan makes what depends on no
-    # data, as the zeros of a `where`, ahead of the loop, in full size, and keeps it.
-    code &= -finite.astype(jnp.uint8)
     packed = bits_reference.pack(code, bits=bits, axis=axis)
     return join_groups(packed, axis=axis), stored.squeeze(axis), lows
 

@@ -1,0 +1,92 @@
+"""The report says what is stored, and its bytes are those that are stored."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxcompact as jc
+
+X = jax.random.normal(jax.random.key(0), (16, 64))
+PARAMS = {
+    "up": jax.random.normal(jax.random.key(1), (64, 128)) / 8,
+    "down": jax.random.normal(jax.random.key(2), (128, 64)) / 11,
+}
+
+
+def block(params, x):
+    hidden = checkpoint_name(x @ params["up"], "hidden")
+    return x + jax.nn.relu(hidden) @ params["down"]
+
+
+def rows(said) -> dict:
+    return {row.name: row for row in said.rows}
+
+
+def test_every_tensor_has_its_action_and_a_reason():
+    said = rows(jc.explain(block, PARAMS, X, policy=jc.policies.int4(), params=0))
+    assert {name: row.action for name, row in said.items()} == {
+        "params/up": "keep",
+        "params/down": "keep",
+        "x": "Quantized(bits=4)",
+        "hidden": "Quantized(bits=4)",
+        "dot_general.1": "drop",
+        "relu.0": "BitMask()",
+    }
+    assert said["hidden"].shape == (16, 128) and said["hidden"].dtype == "float32"
+    assert said["hidden"].where.startswith("test_explain.py:")
+    assert all(row.reason for row in said.values())
+    assert "does not read it" in said["dot_general.1"].reason
+
+
+def test_bytes_are_those_of_the_residuals():
+    small = jc.checkpoint(block, policy=jc.policies.int4(), params=0)
+    said = jc.explain(small, PARAMS, X)
+    _, backward = jax.vjp(small, PARAMS, X)
+    held = [x for x in jax.tree.leaves(backward) if x.dtype in (jnp.uint8, jnp.uint16)]
+    assert said.stored == sum(x.nbytes for x in held)
+    # 4 bits an entry and a bfloat16 scale for each 64; a bit for each of relu's.
+    assert said.stored == 16 * (64 + 128) // 2 + 16 * 3 * 2 + 16 * 128 // 8
+    assert said.exact == 4 * 16 * (64 + 128 + 128)
+
+
+def test_without_params_inputs_are_kept_and_the_report_says_why():
+    said = rows(jc.explain(block, PARAMS, X, policy=jc.policies.int4()))
+    assert said["x"].action == "keep" and "`params` was not given" in said["x"].reason
+    assert said["hidden"].action == "Quantized(bits=4)"
+
+
+def test_bodies_of_loops_are_reported_by_themselves():
+    def layers(stack, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
+
+    stack = jnp.ones((3, 64, 64))
+    said = jc.explain(layers, stack, X, policy=jc.policies.int4(), params=0)
+    inside = {row.name: row for row in said.inside}
+    assert inside["scan.0/dot_general.0"].stored == 16 * 64 // 2 + 16 * 2
+    residuals = sum(row.stored for row in said.rows if row.kind == "residual")
+    assert residuals == 3 * sum(row.stored for row in said.inside)
+
+
+def test_tensors_on_the_host_take_no_bytes_of_the_device():
+    policy = jc.policies.uniform(jc.Chain(jc.Quantized(8), jc.Offload()))
+    said = rows(jc.explain(block, PARAMS, X, policy=policy, params=0))
+    assert said["hidden"].stored == 0 and said["relu.0"].stored == 256
+
+
+def test_it_prints_as_a_table():
+    text = str(jc.explain(block, PARAMS, X, policy=jc.policies.int4(), params=0))
+    header, *lines, total = text.splitlines()
+    assert header.split()[0] == "tensor" and len(lines) == 6
+    assert total == "stored: 1,888 bytes, of 20,480"
+
+
+def test_nothing_is_computed_for_shapes_alone():
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (PARAMS, X))
+    said = jc.explain(block, *shapes, policy=jc.policies.int4(), params=0)
+    assert said == jc.explain(block, PARAMS, X, policy=jc.policies.int4(), params=0)
+
+
+def test_a_plain_function_needs_a_policy():
+    with pytest.raises(ValueError, match="policy must be given"):
+        jc.explain(block, PARAMS, X)

@@ -1,0 +1,443 @@
+"""What crosses from forward to backward, and what the backward pass makes of it."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax._src.ad_checkpoint import saved_residuals
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
+
+import jaxcompact as jc
+
+Q2, Q4, Q8 = (jc.Quantized(bits) for bits in (2, 4, 8))
+uniform, compress = jc.policies.uniform, jc.policies.compress
+
+
+def normal(seed, *shape, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def mlp(w, x):
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+MLP = {"up": normal(1, 64, 128, scale=0.1), "down": normal(2, 128, 64, scale=0.1)}
+X = normal(3, 8, 64)
+
+
+@jax.custom_vjp
+def flash(q, k, v):
+    """Attention that keeps (q, k, v, out, log-sum-exp), as fused kernels do."""
+    return flash_forward(q, k, v)[0]
+
+
+def flash_forward(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - lse[..., None]), v)
+    return out, (q, k, v, out, lse)
+
+
+def flash_backward(residuals, ct):
+    q, k, v, out, lse = residuals
+    p = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) - lse[..., None])
+    dp = jnp.einsum("bqhd,bkhd->bhqk", ct, v)
+    ds = p * (dp - jnp.einsum("bqhd,bqhd->bhq", ct, out)[..., None])
+    dq, dk = jnp.einsum("bhqk,bkhd->bqhd", ds, k), jnp.einsum("bhqk,bqhd->bkhd", ds, q)
+    return dq, dk, jnp.einsum("bhqk,bqhd->bkhd", p, ct)
+
+
+flash.defvjp(flash_forward, flash_backward)
+softmax = jax.nn.dot_product_attention
+
+
+def attention(op, w, x):
+    q, k, v = jnp.split((x @ w["qkv"]).reshape(*x.shape[:2], 6, 32), 3, axis=2)
+    return op(q, k, v).reshape(x.shape) @ w["o"]
+
+
+ATTENTION = {"qkv": normal(4, 64, 192, scale=0.1), "o": normal(5, 64, 64, scale=0.2)}
+TOKENS = normal(6, 2, 16, 64)
+LAYERS = normal(7, 3, 64, 64, scale=0.15)
+
+
+def layers(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+
+def weighted(fun):
+    """A loss whose gradient with respect to the output is no function of it."""
+
+    def loss(*args):
+        y = fun(*args)
+        return (y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)).sum()
+
+    return loss
+
+
+def checkpointed(fun, policy, params=0):
+    return jc.checkpoint(fun, policy=policy, params=params)
+
+
+def crossing(fun, *args):
+    """What the backward pass holds, apart from arguments by reference."""
+    saved = saved_residuals(fun, *args)
+    return [aval for aval, where in saved if not where.startswith("from the argument")]
+
+
+def references(fun, *args):
+    """Shapes of the arguments that it holds as they are."""
+    saved = saved_residuals(fun, *args)
+    return sorted(
+        a.shape for a, where in saved if where.startswith("from the argument")
+    )
+
+
+def replay(fun, policy, *args, params=0, wrt=None):
+    traced, inputs = checkpointed(fun, policy, params).trace(args, {})
+    mask = tuple(wrt is None or i in wrt for i in range(len(inputs)))
+    return traced.plan(mask).replay
+
+
+def slots(*args, **kwargs):
+    """Name -> action of what is stored."""
+    stored = replay(*args, **kwargs).slots
+    assert len({slot.tensor.name for slot in stored}) == len(stored)
+    return {slot.tensor.name: slot.action for slot in stored}
+
+
+def nbytes(avals):
+    return sum(aval.size * aval.dtype.itemsize for aval in avals)
+
+
+def count(kind, fun, *args):
+    """Operations of a kind in a traced function, bodies of loops once."""
+
+    def inside(jaxpr):
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        return sum(
+            (eqn.primitive.name == kind)
+            + sum(map(inside, jaxprs_in_params(eqn.params)))
+            for eqn in jaxpr.eqns
+        )
+
+    return inside(jax.make_jaxpr(fun)(*args))
+
+
+def coded(codec, x):
+    return codec.decode(codec.encode(x))
+
+
+def relative(a, b):
+    """Error of a pytree of gradients, of their norm."""
+    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+# Sums of float32 in another order: sqrt(128) terms of 2^-24 are 7e-7 of the norm.
+ULPS = 2e-6
+
+# --- what crosses ---
+
+
+@pytest.mark.parametrize("codec", [Q4, Q8, jc.OutlierQuantized(4), jc.Float8()])
+def test_codes_alone_cross_and_parameters_by_reference(codec):
+    small = checkpointed(mlp, uniform(codec))
+    held = crossing(small, MLP, X)
+    assert all(jnp.issubdtype(aval.dtype, jnp.unsignedinteger) for aval in held)
+    assert nbytes(held) == codec.nbytes(X.shape) + codec.nbytes((8, 128))
+    assert references(small, MLP, X) == [(64, 128), (128, 64)]
+
+
+def test_the_backward_function_holds_no_more_than_codes_and_parameters():
+    """The same through `jax.vjp`'s pytree, which is what lives between the passes."""
+    _, backward = jax.vjp(checkpointed(mlp, compress(Q4)), MLP, X)
+    shapes = {(leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(backward)}
+    parameters = {("float32", w.shape) for w in MLP.values()}
+    assert {s for s in shapes if not s[0].startswith("uint")} == parameters
+
+
+def test_what_is_saved_and_what_is_made_again():
+    saved = crossing(checkpointed(mlp, jc.Policy(default=jc.Save())), MLP, X)
+    # x @ up, and tanh of gelu; x itself is an argument.
+    assert nbytes(saved) == 2 * 8 * 128 * 4
+    assert crossing(checkpointed(mlp, jc.Policy()), MLP, X) == []
+
+
+def test_what_no_gradient_reads_is_not_stored():
+    def fun(w, x):
+        return jnp.cumsum(x @ w["up"] + jnp.cumsum(x, axis=0) @ w["up"], axis=0)
+
+    names = slots(fun, jc.Policy(default=jc.Save()), MLP, X)
+    # Sums are linear: only what multiplies the weights.
+    assert set(names) == {"cumsum.0"}
+
+
+def test_plain_attention_stores_its_input_and_the_projections():
+    fun = partial(attention, softmax)
+    # Both products over 32 and 16 terms are made again: scores, and the output.
+    assert set(slots(fun, compress(Q4), ATTENTION, TOKENS)) == {"x", "dot_general.0"}
+    held = crossing(checkpointed(fun, uniform(Q4)), ATTENTION, TOKENS)
+    assert nbytes(held) == Q4.nbytes(TOKENS.shape) + Q4.nbytes((2, 16, 192))
+
+
+def test_fused_attention_adds_its_output_and_statistics_once():
+    """Its q, k, v and output are no tensors of their own: the graph has them."""
+    fun = partial(attention, flash)
+    stored = slots(fun, compress(Q4), ATTENTION, TOKENS)
+    assert set(stored) == {
+        "x",
+        "dot_general.0",
+        "custom_vjp_call.0",
+        "custom_vjp_call.0.residual4",
+    }
+    assert stored["custom_vjp_call.0.residual4"] == jc.Save()  # log-sum-exp
+    assert nbytes(crossing(checkpointed(fun, uniform(Q4)), ATTENTION, TOKENS)) == (
+        2 * Q4.nbytes(TOKENS.shape) + Q4.nbytes((2, 16, 192)) + 2 * 2 * 16 * 4
+    )
+
+
+def test_residuals_that_are_no_numbers_stay_exact():
+    @jax.custom_vjp
+    def op(x):
+        return op_forward(x)[0]
+
+    def op_forward(x):
+        y = x @ x.T
+        return y, (y > 0.0, jnp.argmax(y, -1), jnp.sort(y))
+
+    def op_backward(residuals, ct):
+        mask, best, ordered = residuals
+        return ((jnp.where(mask, ct, ordered) @ X).at[best].mul(2.0),)
+
+    op.defvjp(op_forward, op_backward)
+    fun = lambda w, x: op(x * w)  # noqa: E731
+    stored = slots(fun, uniform(Q8), jnp.float32(1.5), X)
+    assert stored == {
+        "x": Q8,
+        "custom_vjp_call.0.residual0": jc.BitMask(),
+        "custom_vjp_call.0.residual1": jc.Save(),
+        "custom_vjp_call.0.residual2": Q8,
+    }
+
+
+# --- loops over layers ---
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_stores_its_carry_encoded_and_no_weights_again(inside):
+    if inside:
+        small = checkpointed(layers, uniform(Q4))
+    else:
+        step = checkpointed(lambda w, x: jnp.tanh(x @ w), uniform(Q4))
+
+        def small(w, x):
+            return jax.lax.scan(lambda x, w: (step(w, x), None), x, w)[0]
+
+    held = crossing(small, LAYERS, X)
+    assert all(jnp.issubdtype(aval.dtype, jnp.unsignedinteger) for aval in held)
+    # The carry of three layers, and their products, that tanh' is made of.
+    assert nbytes(held) == 3 * 2 * Q4.nbytes(X.shape)
+    assert references(small, LAYERS, X) == [LAYERS.shape]
+
+
+def test_a_loop_in_a_loop_stores_no_weights_again():
+    def fun(w, x):
+        return jax.lax.scan(lambda x, w: (layers(w, x), None), x, w)[0]
+
+    w = jnp.stack([LAYERS, LAYERS])
+    held = crossing(checkpointed(fun, uniform(Q4)), w, X)
+    assert not any(64 * 64 <= aval.size for aval in held)
+    assert nbytes(held) == 6 * 2 * Q4.nbytes(X.shape)
+
+
+def test_a_branch_stores_no_weights_again():
+    def fun(w, x):
+        return jax.lax.cond(w[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x) @ w, x)
+
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS[0], X)
+    assert not any(aval.shape == (64, 64) for aval in held)
+
+
+# --- what is run again ---
+
+
+@pytest.mark.parametrize(
+    ("fun", "w", "x"),
+    [
+        (mlp, MLP, X),
+        (layers, LAYERS, X),
+        (lambda w, x: jnp.sort(x @ w["up"], stable=False) @ w["down"], MLP, X),
+    ],
+)
+def test_no_product_is_run_again_unless_the_policy_says_so(fun, w, x):
+    def products(f):
+        return count("dot_general", jax.grad(weighted(f), argnums=(0, 1)), w, x)
+
+    plain = products(fun)
+    assert products(checkpointed(fun, uniform(Q4))) == plain
+    assert products(checkpointed(fun, jc.Policy(default=jc.Save()))) == plain
+    assert products(checkpointed(fun, jc.Policy())) > plain
+
+
+def test_attentions_forward_runs_once():
+    fun = partial(attention, flash)
+
+    def runs(policy):
+        grad = jax.grad(weighted(checkpointed(fun, policy)), argnums=(0, 1))
+        # Only its forward takes the logarithm.
+        return count("log", grad, ATTENTION, TOKENS)
+
+    assert runs(compress(Q4)) == runs(uniform(Q8)) == 1
+    assert runs(jc.Policy(default=jc.Save())) == 1
+    assert runs(jc.Policy()) == runs(jc.policies.int3()) == 2
+
+
+@pytest.mark.parametrize("kind", ["sort", "top_k", "cumsum", "conv_general_dilated"])
+def test_other_expensive_operations_are_not_run_again(kind):
+    if kind == "top_k":
+        pytest.xfail("its derivative runs it again from the decoded operand")
+    op = {
+        "sort": lambda y: y[0, jnp.argsort(y[1])],
+        "top_k": lambda y: jax.lax.top_k(y, 4)[0],
+        "cumsum": lambda y: jnp.sin(jnp.cumsum(y, axis=0)),
+        "conv_general_dilated": lambda y: jnp.sin(jnp.convolve(y[0], y[1])),
+    }[kind]
+
+    def fun(w, x):
+        return op(x @ w)
+
+    def runs(f):
+        return count(kind, jax.grad(weighted(f)), LAYERS[0], X)
+
+    assert runs(checkpointed(fun, uniform(Q8))) == runs(fun)
+
+
+# --- the same tensor is stored once ---
+
+
+@pytest.mark.parametrize(
+    "readers",
+    [
+        lambda w, x: jnp.tanh(x @ w[0]) * jnp.sin(x @ w[1]) + x @ w[2],
+        lambda w, x: (lambda y: jnp.tanh(y) + jnp.sin(y) + y @ w[0])(x @ w[1]),
+        lambda w, x: (lambda y: jnp.tanh(checkpoint_name(y, "y")) * y)(x @ w[1]),
+        lambda w, x: (lambda y: jnp.tanh(y.reshape(64, 8)).T @ y.T)(x @ w[1]),
+        lambda w, x: (lambda y: jnp.tanh(y.T).T * y)(jax.jit(jnp.matmul)(x, w[1])),
+        lambda w, x: (lambda y: flash(0.01 * y, y, y)[0, 0])(
+            (x @ w[0]).reshape(1, 4, 2, 64)
+        ),
+        lambda w, x: (lambda y: flash(0.01 * y, y, y))(x.reshape(1, 4, 2, 64)) @ w[0],
+    ],
+)
+def test_however_often_it_is_read(readers):
+    """Every stored array is another tensor, by its decoded values."""
+    small = checkpointed(readers, uniform(Q8))
+    _, backward = jax.vjp(small, LAYERS, X)
+    codes = [
+        leaf.tobytes()
+        for leaf in map(np.asarray, jax.tree.leaves(backward))
+        if leaf.dtype == np.uint8 and leaf.size >= X.size
+    ]
+    assert codes
+    assert len(set(codes)) == len(codes)
+
+
+# --- parameters ---
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w: w,
+        lambda w: w.T,
+        lambda w: w[:, ::-1],
+        lambda w: jnp.concatenate([w[:32], 2.0 * w[32:]]),
+        lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
+        lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True),
+        lambda w: checkpoint_name(w @ w, "product"),
+        lambda w: jax.lax.scan(lambda a, _: (a @ w, None), w, None, length=2)[0],
+    ],
+)
+def test_no_parameter_is_stored_whatever_is_made_of_it(use):
+    def fun(w, x):
+        return jnp.tanh(x @ use(w)) @ use(w)
+
+    held = crossing(checkpointed(fun, compress(Q4)), LAYERS[0], X)
+    assert nbytes(held) == 2 * Q4.nbytes(X.shape)
+
+
+def test_parameters_by_type():
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def fun(x, state):
+        return jnp.tanh(nnx.merge(graph, state)(x))
+
+    assert set(slots(fun, uniform(Q4), X, state, params=nnx.Param)) == {
+        "x",
+        "dot_general.0",
+    }
+    # Not said to be parameters, they are inputs like any other.
+    assert "state/kernel" in slots(fun, uniform(Q4), X, state, params=())
+
+
+def test_without_params_no_input_is_encoded():
+    assert set(slots(mlp, uniform(Q4), MLP, X, params=None)) == {"dot_general.0"}
+    small = checkpointed(mlp, uniform(Q4), params=None)
+    assert references(small, MLP, X) == [X.shape, (64, 128), (128, 64)]
+
+
+def test_sketched_kernels_are_kept():
+    """A compressed linear layer in a checkpointed block: two savings in one."""
+    subspace = jc.Subspace({"up": jc.Projection(rank=16)}, key=jax.random.key(1))
+
+    def block(w, x):
+        return jax.nn.gelu(jc.linear(x, w["up"])) @ w["down"]
+
+    def loss(block, w):
+        return weighted(block)(w, X)
+
+    exact, lossy = (
+        jc.value_and_grad(partial(loss, f), subspace)(MLP, step=0)[1]
+        for f in (block, checkpointed(block, compress(Q8)))
+    )
+    assert lossy["up"].shape == (16, 128)
+    # gelu' of 8 bits: a step of 2^-7 of a group's largest, a third of it rms: < 1 %.
+    assert 0.0 < relative(lossy, exact) < 0.01
+    same = jc.value_and_grad(
+        partial(loss, checkpointed(block, jc.Policy(default=jc.Save()))), subspace
+    )(MLP, step=0)[1]
+    assert relative(same, exact) < ULPS
+
+
+# --- frozen inputs ---
+
+
+def test_what_only_frozen_weights_would_need_is_not_stored():
+    """LoRA: the frozen weight's gradient is what would read x."""
+
+    def fun(frozen, a, b, x):
+        return jnp.tanh(x @ frozen + (x @ a) @ b)
+
+    args = LAYERS[0], normal(8, 64, 4), normal(9, 4, 64), X
+
+    def kept(wrt):
+        found = replay(fun, uniform(Q8), *args, params=(0, 1, 2), wrt=wrt)
+        return {slot.tensor.name for slot in found.slots}, set(found.kept)
+
+    # tanh' is made of the sum of two products; x @ a is for b's gradient alone, x for
+    # those of the weights that it meets.
+    both = {"dot_general.0", "dot_general.2"}
+    assert kept((0, 1, 2, 3)) == (both | {"dot_general.1", "x"}, {0, 1, 2})
+    assert kept((2,)) == (both | {"dot_general.1"}, set())
+    assert kept((1,)) == (both | {"x"}, {2})
+    assert kept((3,)) == (both, {0, 1, 2})
+
+
+def test_no_gradient_no_storage():
+    assert slots(mlp, jc.Policy(default=jc.Save()), MLP, X, wrt=()) == {}
