@@ -72,7 +72,16 @@ POLICIES = {
     "uniform int4, stochastic": jc.policies.uniform(Q(4, stochastic=True)),
 }
 # "recomputed" is exact but for rounding: what it differs by is noise.
-TRAINED = ("exact", "int8", "int4", "int3", "recomputed", "uniform int4")
+TRAINED = (
+    "exact",
+    "int8",
+    "int4",
+    "int3",
+    "recomputed",
+    "uniform int4",
+    "int4 in groups of 32",
+    "int4, asymmetric",
+)
 
 
 @jax.custom_vjp

@@ -35,8 +35,7 @@ NONLINEAR = frozenset(
     erfc exp exp2 expm1 log log1p logistic max min pow rsqrt sign sin sinh sqrt tan
     tanh""".split()
 )
-# The same entries in another shape or under another name.
-ALIAS = frozenset(
+_ALIAS = frozenset(
     """name reshape transpose squeeze expand_dims copy copy_p
     optimization_barrier""".split()
 )
@@ -51,6 +50,13 @@ def expensive(op: Op) -> bool:
             for inner in graph_of(body).ops
         )
     return op.kind not in CHEAP
+
+
+def renames(op: Op) -> bool:
+    """Whether it gives the same entries in another shape or under another name."""
+    if op.kind == "broadcast_in_dim":
+        return op.eqn.invars[0].aval.size == op.eqn.outvars[0].aval.size
+    return op.kind in _ALIAS
 
 
 def holds(op: Op, kind: str) -> bool:

@@ -170,6 +170,8 @@ class Compress:
             if tensor.discrete:
                 return BitMask(), "decoded values could decide otherwise"
             return Recompute(), "exact when made again"
+        if tensor.kind == "choice":
+            return Narrow(tensor.limit), "decoded values could choose others"
         if tensor.dtype == bool:
             return BitMask(), "one bit an entry"
         if tensor.kind == "op" and tensor.limit is not None:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
+from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Graph, Op, graph_of, read, tie
-from jaxcompact.kinds import ALIAS, expensive
+from jaxcompact.kinds import expensive, renames
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.tensors import Tensor, Tensors
 
@@ -43,7 +44,14 @@ class Slope:
     value: int
 
 
-Source = int | Residual | Slope  # where something stored comes from
+@dataclass(frozen=True)
+class Choice:
+    """Which of its operands' entries an operation took."""
+
+    op: Op
+
+
+Source = int | Residual | Slope | Choice  # where something stored comes from
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Program:
         last = {v: i for op, i in number.items() for v in op.reads}
         final = set(graph.outputs)
         for op in reversed(graph.ops):
-            if op.kind in ALIAS and not final.isdisjoint(op.outs):
+            if renames(op) and not final.isdisjoint(op.outs):
                 final.update(op.reads)
         products: list[int] = []
 
@@ -176,13 +184,23 @@ class Replay:
                     f"policy: Derivative is for elementwise functions of one tensor, "
                     f"but {tensor} is none"
                 )
+            if not (tensor.step or action.codec.supports(tensor.dtype)):
+                raise ValueError(
+                    f"policy: {action.codec} can't store {tensor} of {tensor.dtype}"
+                )
         elif hasattr(action, "supports") and not action.supports(tensor.dtype):
             raise ValueError(f"policy: {action} can't store {tensor} of {tensor.dtype}")
         return tensor, action, reason
 
+    def _chooses(self, op: Op) -> bool:
+        """Whether decoded operands could make it choose others."""
+        moved = not self.moving.isdisjoint(op.outs)
+        lossy = not self.tensors.data.isdisjoint(op.reads)
+        return moved and lossy and choices(op) is not None
+
     def _is_block(self, op: Op) -> bool:
         """Differentiated as a whole, from what it keeps for itself."""
-        moved = not self.moving.isdisjoint(op.reads)
+        moved = not self.moving.isdisjoint(op.outs)
         return op.kind in _BLOCKS and moved and expensive(op)
 
     # --- forward ---
@@ -191,9 +209,12 @@ class Replay:
         graph, trees = self.graph, {}
 
         def forward(*inputs):
-            residuals = {}
+            residuals, chosen = {}, {}
 
             def rule(op, values, env):
+                if self._chooses(op):
+                    outs, chosen[Choice(op)] = choose(op, values)
+                    return outs
                 if not self._is_block(op):
                     return op.bind(*values)
                 outs, backward = self._differentiate(op, values)
@@ -203,12 +224,9 @@ class Replay:
 
             env = graph.run(inputs, rule)
             slopes = {Slope(v): self._slope(v, env) for v in self.slopes}
-            self.sources = [*env, *residuals, *slopes]
-            return [read(env, v) for v in graph.outputs], [
-                *env.values(),
-                *residuals.values(),
-                *slopes.values(),
-            ]
+            made = {**env, **residuals, **slopes, **chosen}
+            self.sources = [*made]
+            return [read(env, v) for v in graph.outputs], [*made.values()]
 
         avals = [graph.avals[v] for v in graph.inputs]
         program = Program.trace(forward, *avals)
@@ -216,23 +234,25 @@ class Replay:
         variables = program.jaxpr.outvars[len(graph.outputs) :]
         # A residual that is a value of the graph is taken from the replay.
         value_of = {}
-        self.links: dict[Residual, int] = {}
+        self.links: dict[Source, int] = {}
         for source, variable in zip(self.sources, variables, strict=True):
             if isinstance(variable, Literal):
                 continue
             if isinstance(source, int):
                 value_of.setdefault(variable, source)
-            elif isinstance(source, Residual) and variable in value_of:
+            elif variable in value_of:
                 self.links[source] = value_of[variable]
         fixed = {i for i, v in enumerate(graph.inputs) if v in self.tensors.fixed}
         made_of_fixed = program.made_of(fixed)[len(graph.outputs) :]
         self.fixed = {s for s, f in zip(self.sources, made_of_fixed, strict=True) if f}
         self.avals = {s: v.aval for s, v in zip(self.sources, variables, strict=True)}
         for source in self.sources:
-            if isinstance(source, Residual) and not (
-                source in self.links or source in self.fixed
-            ):
+            if source in self.links or source in self.fixed:
+                continue
+            if isinstance(source, Residual):
                 self.chosen[source] = self._decide(self._residual(source), source)
+            elif isinstance(source, Choice):
+                self.chosen[source] = self._decide(self._choice(source), source)
 
     def _differentiate(self, op: Op, values: list[Any]) -> tuple[list[Any], Any]:
         """A block's outputs, and its backward function, which is a pytree."""
@@ -278,6 +298,18 @@ class Replay:
             fused=self.tensors.found[op.outs[0]].fused,
         )
 
+    def _choice(self, source: Choice) -> Tensor:
+        aval, op = self.avals[source], source.op
+        return Tensor(
+            name=f"{op.name}.choice",
+            kind="choice",
+            shape=aval.shape,
+            dtype=aval.dtype,
+            where=op.where,
+            discrete=True,
+            limit=choices(op),
+        )
+
     # --- backward ---
 
     def _trace_backward(self) -> None:
@@ -293,6 +325,7 @@ class Replay:
             if not isinstance(action, Recompute)
             and not (isinstance(s, Residual) and s.op in made_again)
             and not (isinstance(action, Derivative) and action.value is None)
+            and not (isinstance(s, Choice) and action == Save())  # nothing is decoded
             and s not in graph.inputs
         ]
         stored += [Slope(v) for v in self.slopes]
@@ -316,7 +349,11 @@ class Replay:
                         return [None] * len(op.outs)
                     if all(v in pins and not self._moves(v) for v in op.outs):
                         return [pins[v] for v in op.outs]
-                    if op in self.trees and op not in made_again:
+                    choice = Choice(op)
+                    if choice in pins or self.links.get(choice) in pins:
+                        choice = pins[self.links.get(choice, choice)]
+                        outs = follow(op, choice, values)
+                    elif op in self.trees and op not in made_again:
                         outs = self._replay_block(op, values, env, pins)
                     else:
                         outs = self.bind(op, values)
@@ -492,7 +529,7 @@ _follow.defjvp(lambda primals, tangents: (primals[0], primals[1] * tangents[2]))
 
 
 def _moving(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
-    """The values that the differentiated inputs move."""
+    """The values on a path from the differentiated inputs to the outputs."""
 
     def floating(value):
         return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
@@ -502,7 +539,11 @@ def _moving(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
     for op in graph.ops:
         if op.kind != "stop_gradient" and not moving.isdisjoint(op.reads):
             moving.update(v for v in op.outs if floating(v))
-    return moving
+    reaching = {v for v in graph.outputs if isinstance(v, int)}
+    for op in reversed(graph.ops):
+        if op.kind != "stop_gradient" and not reaching.isdisjoint(op.outs):
+            reaching.update(op.reads)
+    return moving & reaching
 
 
 def _where(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxcompact.graph import Graph, Op, inner_jaxprs
-from jaxcompact.kinds import ALIAS, ELEMENTWISE, NONLINEAR, expensive
+from jaxcompact.kinds import ELEMENTWISE, NONLINEAR, expensive, renames
 from jaxcompact.scores import find_attention, is_product
 
-Kind = Literal["input", "op", "residual", "mask", "function"]
+Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class Tensor:
         name: ``"dot_general.3"``, or what `checkpoint_name` called it; an input has the
             argument's, a residual is ``"custom_vjp_call.0.residual1"``.
         kind: ``"input"`` of the function; ``"op"``, what an expensive operation made;
-            ``"residual"`` of a `jax.custom_vjp` op; ``"mask"``, booleans;
-            ``"function"``, an elementwise nonlinear function of one tensor.
+            ``"residual"`` of a `jax.custom_vjp` op; ``"mask"``, booleans; ``"choice"``,
+            which entries a max, a sort, a pooling took; ``"function"``, an elementwise
+            nonlinear function of one tensor.
         shape: its shape.
         dtype: its dtype.
         where: the line that made it, ``"mlp.py:41"``.
@@ -157,7 +158,7 @@ class Tensors:
                     limit=_limit(op, i, self.graph),
                     terms=self._terms(op),
                 )
-            elif op.kind in ELEMENTWISE and aval.size > 1 and self._decides(op, value):
+            elif op.kind in ELEMENTWISE and self._decides(op, value):
                 self._add(
                     value,
                     name=name,
@@ -186,7 +187,7 @@ class Tensors:
         """Names of `checkpoint_name` win, also over a reshaped copy of their tensor."""
         root = {}
         for op in self.graph.ops:
-            if op.kind in ALIAS:
+            if renames(op):
                 for source, out in zip(op.ins, op.outs, strict=False):
                     if isinstance(source, int):
                         root[out] = root.get(source, source)

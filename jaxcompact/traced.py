@@ -56,13 +56,21 @@ class Traced:
     def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
         if perturbed not in self.plans:
             plan = self.plans[perturbed] = Plan(self, perturbed)
-            unused = getattr(self.policy, "unused", lambda names: [])(plan.names())
-            if unused and not self.prefix:
-                raise ValueError(
-                    f"policy: {unused[0]!r} matches no tensor of {self.label!r}; the "
-                    f"names are {', '.join(sorted(plan.names()))}"
-                )
+            if not self.prefix:
+                self._require_matches(plan, perturbed)
         return self.plans[perturbed]
+
+    def _require_matches(self, plan: "Plan", perturbed: tuple[bool, ...]) -> None:
+        unused = getattr(self.policy, "unused", lambda names: [])(plan.names())
+        avals = [self.graph.avals[v] for v in self.graph.inputs]
+        widest = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
+        if unused and perturbed != widest:  # it may be of what is not differentiated
+            self.plan(widest)
+        elif unused:
+            raise ValueError(
+                f"policy: {unused[0]!r} matches no tensor of {self.label!r}; the "
+                f"names are {', '.join(sorted(plan.names()))}"
+            )
 
     @functools.cached_property
     def primal(self) -> Callable:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths"},
-    {"projection", "kinds"},
+    {"projection", "kinds", "choices"},
     {"linear", "limiter", "scores"},
     {"subspace", "tensors"},
     {"policy"},

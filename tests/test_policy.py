@@ -215,7 +215,6 @@ def loops(w, x, y):
     return h + y @ w
 
 
-@pytest.mark.xfail(reason="bodies' names are known only where they are differentiated")
 def test_whether_a_pattern_matches_does_not_depend_on_what_is_differentiated():
     """A policy for a loop is no error in a block whose loop happens to be frozen."""
     policy = jc.Policy({"scan.0/dot_general.0": Q8}, default=jc.Save())
@@ -265,7 +264,6 @@ def test_actions_that_do_not_fit_a_tensor_are_refused(action, name, message):
         jax.grad(lambda w, x: small(w, x).sum(), argnums=(0, 1))(W, X)
 
 
-@pytest.mark.xfail(reason="a slope's codec meets its dtype unchecked")
 def test_a_derivative_whose_codec_cannot_store_it_is_refused():
     """`BitMask` of tanh's derivative would make a one of every slope."""
     policy = jc.Policy({"tanh.0": jc.Derivative(jc.BitMask())})

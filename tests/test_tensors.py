@@ -103,10 +103,7 @@ def test_checkpoint_name_wins():
     [
         lambda y: y.reshape(2, 4, 16),
         lambda y: y.T,
-        pytest.param(
-            lambda y: y[None],
-            marks=pytest.mark.xfail(reason="an axis added by broadcast_in_dim"),
-        ),
+        lambda y: y[None],
         lambda y: checkpoint_name(y, "up").reshape(4, 32),
         jax.lax.optimization_barrier,
     ],

@@ -1,4 +1,4 @@
-"""Codecs that lose nothing: booleans in bits, small integers in few bytes."""
+"""Codecs that lose nothing: booleans in bits, small integers in few."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -50,36 +50,22 @@ class BitMask(Codec):
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
         self._require(x.dtype)
-        rows = x.astype(bool).astype(jnp.uint8).reshape(_rows(x.shape))
-        rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % 8)])
-        return Exact(pack(rows, bits=1), x.shape, x.dtype)
+        data = _packed(x.astype(bool).astype(jnp.uint8), 1)
+        return Exact(data, x.shape, x.dtype)
 
     def decode(self, encoded: Exact) -> jax.Array:
-        shape = _rows(encoded.shape)
-        x = unpack(encoded.data, bits=1)[..., : shape[-1]]
-        return x.reshape(encoded.shape).astype(encoded.dtype)
-
-
-def _rows(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Trailing axes merged until they fill whole bytes; all of them if none do.
-
-    Leading axes stay apart, so that one that is sharded stays sharded.
-    """
-    shape = shape or (1,)
-    while len(shape) > 1 and shape[-1] % 8:
-        shape = (*shape[:-2], shape[-2] * shape[-1])
-    return shape
+        return _unpacked(encoded.data, 1, encoded.shape).astype(encoded.dtype)
 
 
 @dataclass(frozen=True)
 class Narrow(Codec):
-    """Store integers known to lie in ``[0, limit)`` in the narrowest unsigned dtype.
+    """Store integers known to lie in ``[0, limit)`` in the fewest bits.
 
     Exact within the range, which is for the caller to know: what lies outside becomes 0
     or the largest value that is stored.
 
-    Memory: 1 byte an entry up to a limit of 256, 2 up to 65536, else 4; never more than
-    the dtype itself.
+    Memory: 1, 2 or 4 bits an entry up to a limit of 2, 4 or 16, in whole bytes; 1 byte
+    up to 256, 2 up to 65536, else 4; never more than the dtype itself.
 
     Raises ValueError if limit is not from 1 to 2^32, and for dtypes that are not
     integer.
@@ -101,14 +87,44 @@ class Narrow(Codec):
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
         self._require(x.dtype)
-        largest = min(self.limit - 1, int(jnp.iinfo(x.dtype).max))
-        narrow = next(
-            dtype
-            for dtype in (jnp.uint8, jnp.uint16, jnp.uint32)
-            if largest <= jnp.iinfo(dtype).max
-        )
+        bits, largest = self._bits(x.dtype)
         limits = x.dtype.type(0), x.dtype.type(largest)
-        return Exact(jnp.clip(x, *limits).astype(narrow), x.shape, x.dtype)
+        data = jnp.clip(x, *limits).astype(f"uint{max(bits, 8)}")
+        return Exact(_packed(data, bits), x.shape, x.dtype)
 
     def decode(self, encoded: Exact) -> jax.Array:
-        return encoded.data.astype(encoded.dtype)
+        bits, _ = self._bits(encoded.dtype)
+        x = _unpacked(encoded.data, bits, encoded.shape)
+        return x.astype(encoded.dtype)
+
+    def _bits(self, dtype: Any) -> tuple[int, int]:
+        """Of an entry, and the largest that is stored."""
+        largest = min(self.limit - 1, int(jnp.iinfo(dtype).max))
+        return next(b for b in (1, 2, 4, 8, 16, 32) if largest < 2**b), largest
+
+
+def _packed(data: jax.Array, bits: int) -> jax.Array:
+    if bits >= 8:
+        return data
+    lanes, shape = 8 // bits, _rows(data.shape, bits)
+    rows = data.reshape(shape)
+    rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -shape[-1] % lanes)])
+    return pack(rows, bits=bits)
+
+
+def _unpacked(data: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
+    if bits >= 8:
+        return data
+    size = _rows(shape, bits)[-1]
+    return unpack(data, bits=bits)[..., :size].reshape(shape)
+
+
+def _rows(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
+    """Trailing axes merged until they fill whole bytes; all of them if none do.
+
+    Leading axes stay apart, so that one that is sharded stays sharded.
+    """
+    shape = shape or (1,)
+    while len(shape) > 1 and shape[-1] % (8 // bits):
+        shape = (*shape[:-2], shape[-2] * shape[-1])
+    return shape

@@ -65,6 +65,15 @@ def test_narrowest_dtype_that_holds_the_range(limit, dtype, stored):
     np.testing.assert_array_equal(decoded, x)
 
 
+@pytest.mark.parametrize(("limit", "bits"), [(2, 1), (3, 2), (4, 2), (5, 4), (16, 4)])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 8), (2, 3, 5)])
+def test_few_integers_share_bytes(limit, bits, shape):
+    x = jax.random.randint(jax.random.key(0), shape, 0, limit)
+    encoded, decoded = round_trip(Narrow(limit), x)
+    assert encoded.data.nbytes == -(-x.size * bits // 8)
+    np.testing.assert_array_equal(decoded, x)
+
+
 def test_integers_outside_the_range_saturate():
     _, decoded = round_trip(Narrow(10), jnp.array([-5, 9, 10, 1000]))
     assert decoded.tolist() == [0, 9, 9, 9]

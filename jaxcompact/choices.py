@@ -1,0 +1,141 @@
+"""Operations that choose among their operands' entries: max, clip, sort, pooling.
+
+Made again of decoded operands they might choose others, and the gradient would flow to
+entries that the forward pass did not take. The choice, a small integer, can be stored
+instead; it is all that their derivatives read.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcompact.graph import Op
+
+_WINDOW = 64  # entries of the largest pooling window whose choice is taken
+
+
+def choices(op: Op) -> int | None:
+    """How many there are to choose from; None for operations that do not choose."""
+    params, aval = op.eqn.params, op.eqn.invars[0].aval
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        return None
+    shape = aval.shape
+    match op.kind:
+        case "abs":
+            return 2
+        case "max" | "min":
+            return 3
+        case "clamp":
+            return 4
+        case "sort":
+            return shape[params["dimension"]]
+        case "top_k":
+            return shape[params.get("axis", -1)]
+        case "cummax" | "cummin":
+            return shape[params["axis"]]
+        case "reduce_max" | "reduce_min":
+            return math.prod(shape[axis] for axis in params["axes"])
+        case "reduce_window_max" | "reduce_window_min":
+            size = math.prod(params["window_dimensions"])
+            dilated = {1} != {*params["window_dilation"], *params["base_dilation"]}
+            return None if dilated or size > _WINDOW else size
+    return None
+
+
+def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
+    """What the operation makes, and its choice: integers below `choices`."""
+    params, x = op.eqn.params, values[0]
+    if op.kind == "sort":
+        index = lax.broadcasted_iota(jnp.int32, x.shape, params["dimension"])
+        *outs, choice = lax.sort([*values, index], **params)
+        return outs, choice
+    outs = op.bind(*values)
+    match op.kind:
+        case "max" | "min":  # 0 the first, 2 the second, 1 both
+            x, y = values if op.kind == "max" else reversed(values)
+            choice = 1 + (x < y).astype(jnp.int32) - (x > y).astype(jnp.int32)
+        case "abs":
+            choice = x >= 0
+        case "clamp":  # 0 low, 1 x, 2 high, 3 none: at a bound
+            low, x, high = values
+            choice = jnp.where((low < x) & (x < high), 1, 3)
+            choice = jnp.where(low > x, 0, jnp.where(high < x, 2, choice))
+        case "top_k":
+            choice = outs[1]
+        case "cummax" | "cummin":
+            axis, n = params["axis"], x.shape[params["axis"]]
+            index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
+            new = x == outs[0]
+            if params["reverse"]:
+                choice = lax.cummin(jnp.where(new, index, n - 1), axis, reverse=True)
+            else:
+                choice = lax.cummax(jnp.where(new, index, 0), axis)
+        case "reduce_max" | "reduce_min":
+            index_of = jnp.argmax if op.kind == "reduce_max" else jnp.argmin
+            choice = index_of(_in_a_row(x, params["axes"]), axis=-1)
+        case _:
+            parts = enumerate(_in_window(op, x))
+            choice = jnp.zeros(outs[0].shape, jnp.int32)
+            for i, part in reversed([*parts]):
+                choice = jnp.where(part == outs[0], i, choice)
+    return outs, choice.astype(jnp.int32)
+
+
+def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
+    """What the operation makes of other operands if it chooses so; linear in them."""
+    params, x = op.eqn.params, values[0]
+    match op.kind:
+        case "max" | "min":
+            x, y = values
+            both = x / 2 + y / 2
+            return [jnp.where(choice == 0, x, jnp.where(choice == 2, y, both))]
+        case "abs":
+            return [jnp.where(choice == 1, x, -x)]
+        case "clamp":
+            low, x, high = values
+            held = lax.stop_gradient(lax.clamp(*values))
+            inside = jnp.where(choice == 1, x, held)
+            return [jnp.where(choice == 0, low, jnp.where(choice == 2, high, inside))]
+        case "sort":
+            axis = params["dimension"]
+            return [jnp.take_along_axis(v, choice, axis) for v in values]
+        case "top_k":
+            axis = params.get("axis", -1)
+            return [jnp.take_along_axis(x, choice, axis), choice]
+        case "cummax" | "cummin":
+            return [jnp.take_along_axis(x, choice, params["axis"])]
+        case "reduce_max" | "reduce_min":
+            rows = _in_a_row(x, params["axes"])
+            return [jnp.take_along_axis(rows, choice[..., None], -1)[..., 0]]
+    out, *parts = _in_window(op, x)
+    for i, part in enumerate(parts):
+        out = jnp.where(choice == i + 1, part, out)
+    return [out]
+
+
+def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The axes as one, the last."""
+    kept = [i for i in range(x.ndim) if i not in axes]
+    shape = [x.shape[i] for i in kept]
+    return x.transpose(*kept, *axes).reshape(*shape, -1)
+
+
+def _in_window(op: Op, x: jax.Array) -> list[jax.Array]:
+    """The first entry of every window, the second, and so on."""
+    params = op.eqn.params
+    worst = -jnp.inf if op.kind == "reduce_window_max" else jnp.inf
+    x = lax.pad(x, x.dtype.type(worst), [(*pair, 0) for pair in params["padding"]])
+    strides, shape = params["window_strides"], op.eqn.outvars[0].aval.shape
+    parts = []
+    for start in itertools.product(*map(range, params["window_dimensions"])):
+        stop = [
+            first + (count - 1) * stride + 1
+            for first, count, stride in zip(start, shape, strides, strict=True)
+        ]
+        parts.append(lax.slice(x, start, stop, strides))
+    return parts
