@@ -203,6 +203,13 @@ class Replay:
         moved = not self.moving.isdisjoint(op.outs)
         return op.kind in _BLOCKS and moved and expensive(op)
 
+    @property
+    def lossy(self) -> bool:
+        """Whether anything is encoded."""
+        return any(
+            isinstance(a, Codec | Derivative) for _, a, _ in self.chosen.values()
+        )
+
     # --- forward ---
 
     def _trace_forward(self) -> None:
@@ -250,7 +257,12 @@ class Replay:
             if source in self.links or source in self.fixed:
                 continue
             if isinstance(source, Residual):
-                self.chosen[source] = self._decide(self._residual(source), source)
+                chosen = tensor, action, _ = self._decide(
+                    self._residual(source), source
+                )
+                if source.op.kind in ("scan", "cond") and isinstance(action, Codec):
+                    chosen = tensor, Save(), "encoded inside if its policy says so"
+                self.chosen[source] = chosen
             elif isinstance(source, Choice):
                 self.chosen[source] = self._decide(self._choice(source), source)
 
@@ -365,8 +377,12 @@ class Replay:
                 env = graph.run(filled, rule)
                 return [env[graph.outputs[i]] for i in self.active]
 
-            _, vjp = jax.vjp(replay, *(inputs[i] for i in self.wrt))
-            return list(vjp(list(cts)))
+            moving = tuple(inputs[i] for i in self.wrt)
+            # As `jax.vjp` would, in half the time.
+            transposed = jax.linear_transpose(
+                lambda *tangents: jax.jvp(replay, moving, tangents)[1], *moving
+            )
+            return list(transposed(list(cts)))
 
         program = Program.trace(
             backward,
@@ -386,18 +402,19 @@ class Replay:
 
     def _replay_block(self, op: Op, values: list[Any], env: dict, pins: dict) -> list:
         tree = self.trees[op]
+        # Second derivatives, which exact policies have, go through what it keeps.
+        held = jax.lax.stop_gradient if self.lossy else lambda x: x
         if all(v in pins for v in op.outs):
             outs = [pins[v] for v in op.outs]
         else:
-            stopped = [jax.lax.stop_gradient(v) for v in values]
-            outs = self.bind(op, stopped)
+            outs = self.bind(op, list(map(held, values)))
             outs = [pins.get(v, o) for v, o in zip(op.outs, outs, strict=True)]
         known = {**env, **dict(zip(op.outs, outs, strict=True))}
         leaves = []
         for k in range(tree.num_leaves):
             source = Residual(op, k)
             value = known[self.links[source]] if source in self.links else pins[source]
-            leaves.append(jax.lax.stop_gradient(value))
+            leaves.append(held(value))
 
         @jax.custom_vjp
         def block(moving, outs, leaves):

@@ -141,8 +141,7 @@ class Plan:
             traced.prefix,
         )
         self.stores = [_Store.of(slot, self.replay) for slot in self.replay.slots]
-        lossy = any(isinstance(slot.action, Codec) for slot in self.replay.slots)
-        self.guard = _guard(traced.label) if lossy else lambda x: x
+        self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
         self.forward, self.backward = jax.jit(self._forward), jax.jit(self._backward)
 
     def names(self) -> set[str]:
@@ -163,10 +162,7 @@ class Plan:
 
     def nothing(self) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
-        return [
-            [jnp.zeros(leaf.shape, _bits_of(leaf.dtype)) for leaf in store.leaves]
-            for store in self.stores
-        ]
+        return [store.nothing() for store in self.stores]
 
     def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
         wrt = set(self.replay.wrt)
@@ -190,7 +186,8 @@ class Plan:
 class _Store:
     """How the value of a slot crosses from the forward to the backward pass.
 
-    As integers: an outer `checkpoint` then knows that there is nothing to encode.
+    Where anything is encoded, ``as_bits``, as integers: an outer `checkpoint` then
+    knows that there is nothing to encode. Integers have no derivative.
     """
 
     codec: Codec | None
@@ -198,18 +195,24 @@ class _Store:
     tree: Any
     leaves: list[Any]
     dtype: Any
+    as_bits: bool
 
     @classmethod
     def of(cls, slot: Slot, replay: Replay) -> "_Store":
-        aval = replay.avals[slot.source]
+        aval, as_bits = replay.avals[slot.source], replay.lossy
         codec = None if isinstance(slot.action, Save) else slot.action
         seed = zlib.crc32(slot.tensor.name.encode())
         encoded = aval
-        self = cls(codec, seed, None, [], aval.dtype)
+        self = cls(codec, seed, None, [], aval.dtype, as_bits)
         if codec is not None:
             encoded = jax.eval_shape(self._encode, aval)
         leaves, tree = jax.tree.flatten(encoded)
-        return cls(codec, seed, tree, leaves, aval.dtype)
+        return cls(codec, seed, tree, leaves, aval.dtype, as_bits)
+
+    def nothing(self) -> list[jax.Array]:
+        """Zeros in the place of what `encode` makes."""
+        dtype = _bits_of if self.as_bits else jnp.dtype
+        return [jnp.zeros(leaf.shape, dtype(leaf.dtype)) for leaf in self.leaves]
 
     def _encode(self, x):
         if not self.codec.supports(x.dtype):  # a slope of zeros and ones
@@ -218,7 +221,7 @@ class _Store:
 
     def encode(self, x: jax.Array) -> list[jax.Array]:
         leaves = [x] if self.codec is None else jax.tree.leaves(self._encode(x))
-        return list(map(_as_bits, leaves))
+        return list(map(_as_bits, leaves)) if self.as_bits else leaves
 
     def decode(self, leaves: list[jax.Array]) -> jax.Array:
         pairs = zip(leaves, self.leaves, strict=True)

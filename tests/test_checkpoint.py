@@ -1,0 +1,454 @@
+"""`jc.checkpoint` composes as `jax.checkpoint` does, and changes nothing if exact."""
+
+import time
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxcompact as jc
+
+Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
+SAVE, AGAIN = jc.Policy(default=jc.Save()), jc.Policy()
+LOSSY = jc.policies.uniform(Q8)
+# float32 products and sums in another order, relative to the gradient's norm.
+ULPS = 3e-6
+
+
+def normal(seed, *shape, scale=1.0):
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+W, X = normal(0, 3, 32, 32, scale=0.2), normal(1, 8, 32)
+
+
+def mlp(w, x):
+    return x + jax.nn.gelu(x @ w[0]) @ w[1]
+
+
+def attention(w, x):
+    q, k, v = (jnp.reshape(x @ w[i], (2, 4, 2, 16)) for i in range(3))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(8, 32)
+
+
+@jax.custom_vjp
+def doubled(y):
+    return 2.0 * y
+
+
+doubled.defvjp(
+    lambda y: (2.0 * y, (y, jnp.sort(y))), lambda kept, ct: (ct * kept[0] + kept[1],)
+)
+
+
+@jax.custom_jvp
+def cubed(y):
+    return y**3
+
+
+@cubed.defjvp
+def _(primals, tangents):
+    return cubed(primals[0]), 4.0 * jnp.cos(primals[0]) * tangents[0]
+
+
+def loop(w, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x.sum()), x, w)
+
+
+def branch(w, x):
+    true, false = (lambda x, i=i: jnp.tanh(x @ w[i]) for i in (0, 1))
+    return jax.lax.cond(x[0, 0] > 0, true, false, jnp.sin(x))
+
+
+def several_branches(w, x):
+    branches = [lambda x, i=i: x @ w[i] * x.mean() for i in range(3)]
+    return jax.lax.switch((x[0, 0] > 0).astype(jnp.int32), branches, x)
+
+
+def counted(w, x):
+    return jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x @ w[i]), x)
+
+
+def searched(w, x):
+    """A while loop, of whose result the derivative is not asked."""
+    size = jax.lax.while_loop(
+        lambda s: s < jax.lax.stop_gradient(x).max(), lambda s: 2.0 * s, 1e-3
+    )
+    return (x @ w[0]) * jax.lax.stop_gradient(size)
+
+
+def integers_too(w, x):
+    y = x @ w[0]
+    return {"y": jnp.tanh(y), "best": y.argmax(-1), "none": None, "mask": y > 0}
+
+
+FUNCTIONS = {
+    "mlp": mlp,
+    "attention": attention,
+    "custom_vjp": lambda w, x: doubled(x @ w[0]) @ w[1],
+    "custom_jvp": lambda w, x: cubed(x @ w[0]) @ w[1],
+    "scan": loop,
+    "scan of scans": lambda w, x: jax.lax.scan(
+        lambda x, w: (loop(w, x)[0], None), x, jnp.stack([w, w])
+    )[0],
+    "cond": branch,
+    "switch": several_branches,
+    "fori_loop": counted,
+    "while_loop": searched,
+    "jit": lambda w, x: jax.jit(mlp)(w, jax.jit(mlp)(w, x)),
+    "map": lambda w, x: jax.lax.map(lambda x: jnp.tanh(w[0] @ x), x),
+    "vmap": lambda w, x: jax.vmap(lambda x: mlp(w, x[None]))(x),
+    "jax.checkpoint": lambda w, x: jax.checkpoint(mlp)(w, jnp.sin(x)),
+    "jc.checkpoint": lambda w, x: jc.checkpoint(mlp)(w, jnp.sin(x)),
+    "outputs": integers_too,
+    "input as output": lambda w, x: (x, x, w[0], x @ w[0]),
+    "gather and scatter": lambda w, x: (w[0][jnp.arange(8) % 3]).at[1].add(x[0]) * x,
+    "convolution": lambda w, x: jax.nn.silu(
+        jax.lax.conv(x.reshape(2, 4, 4, 8), w[0].reshape(4, 4, 8, 8), (1, 1), "SAME")
+    ),
+    "cumulative": lambda w, x: jnp.cumsum(jnp.cumprod(x @ w[0], 0), 1),
+    "linear algebra": lambda w, x: jnp.linalg.cholesky(x @ x.T + jnp.eye(8)) @ x,
+    "complex": lambda w, x: jnp.abs(jnp.fft.fft(x @ w[0]) + 1.0),
+}
+by_name = pytest.mark.parametrize("name", FUNCTIONS)
+
+
+def weighted(fun):
+    """A loss whose gradient with respect to the outputs is no function of them."""
+
+    def loss(*args, **kwargs):
+        leaves = jax.tree.leaves(fun(*args, **kwargs))
+        floats = [y for y in leaves if jnp.issubdtype(y.dtype, jnp.floating)]
+        places = [jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) for y in floats]
+        parts = [(y * jnp.cos(i)).sum() for y, i in zip(floats, places, strict=True)]
+        return sum(part.astype(jnp.float32) for part in parts)
+
+    return loss
+
+
+def gradients(fun, *args, argnums=(0, 1)):
+    return jax.jit(jax.grad(weighted(fun), argnums=argnums))(*args)
+
+
+def relative(a, b):
+    flat = [jnp.concatenate([y.ravel() for y in jax.tree.leaves(t)]) for t in (a, b)]
+    a, b = (np.asarray(y, np.float64) for y in flat)
+    assert b.any()
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# --- the outputs, and exact gradients ---
+
+
+@by_name
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY, jc.policies.int4()])
+def test_the_outputs_are_those_of_the_function(name, policy):
+    fun = FUNCTIONS[name]
+    equal(
+        jax.jit(jc.checkpoint(fun, policy=policy, params=0))(W, X), jax.jit(fun)(W, X)
+    )
+
+
+@by_name
+@pytest.mark.parametrize("policy", [SAVE, AGAIN])
+@pytest.mark.parametrize("params", [0, None])
+def test_exact_actions_give_the_exact_gradient(name, policy, params):
+    fun = FUNCTIONS[name]
+    small = jc.checkpoint(fun, policy=policy, params=params)
+    assert relative(gradients(small, W, X), gradients(fun, W, X)) < ULPS
+
+
+@by_name
+def test_encoded_gradients_are_close(name):
+    """8 bits err by 0.6 % of a normal tensor's norm, and a few of them add up."""
+    fun = FUNCTIONS[name]
+    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+    limit = {"cumulative": 0.1, "custom_jvp": 0.1}.get(name, 0.04)  # y^7; y^3
+    assert relative(gradients(small, W, X), gradients(fun, W, X)) < limit
+
+
+# --- around it ---
+
+
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
+@pytest.mark.parametrize("fun", [mlp, loop, branch])
+def test_under_transformations(policy, fun):
+    """The gradient of a batch is the gradients of its members."""
+    small = jc.checkpoint(fun, policy=policy, params=0)
+    xs = jnp.stack([X, 2.0 * X, -X])
+    grad = jax.grad(weighted(small), argnums=(0, 1))
+    one_by_one = [grad(W, x) for x in xs]
+    stacked = jax.tree.map(lambda *g: jnp.stack(g), *one_by_one)
+    mapped = jax.jit(jax.vmap(grad, in_axes=(None, 0)))(W, xs)
+    # A product that fuses otherwise may turn a code: a 2^-7th of a group's largest.
+    near = 1e-3 if policy is LOSSY else ULPS
+    assert relative(mapped, stacked) < near
+
+    def summed(w, xs):
+        return jax.vmap(lambda x: weighted(small)(w, x))(xs).sum()
+
+    w_grad, x_grads = jax.grad(summed, argnums=(0, 1))(W, xs)
+    expected = stacked[0].sum(0), stacked[1]
+    assert relative((w_grad, x_grads), expected) < near
+
+    def accumulate(total, x):
+        return jax.tree.map(jnp.add, total, grad(W, x)[0]), None
+
+    accumulated, _ = jax.lax.scan(accumulate, jnp.zeros_like(W), xs)
+    assert relative(accumulated, stacked[0].sum(0)) < near
+
+
+@pytest.mark.parametrize("outer", [jax.checkpoint, jc.checkpoint])
+def test_inside_a_checkpoint(outer):
+    """What the outer one makes again is encoded and decoded as it was."""
+    small = jc.checkpoint(mlp, policy=LOSSY, params=0)
+    alone = gradients(small, W, X)
+    assert relative(gradients(outer(small), W, X), alone) < 1e-3
+
+
+def test_layers_inside_a_scan_of_blocks():
+    small = jc.checkpoint(mlp, policy=LOSSY, params=0, prevent_cse=False)
+
+    def model(block):
+        return lambda w, x: jax.lax.scan(lambda x, w: (block(w, x), None), x, w)[0]
+
+    w = jnp.stack([W, 0.5 * W, -W])
+    assert relative(gradients(model(small), w, X), gradients(model(mlp), w, X)) < 0.04
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@jax.numpy_dtype_promotion("standard")  # jax.nn's attention mixes dtypes
+def test_half_precision(dtype):
+    args = W.astype(dtype), X.astype(dtype)
+    half_attention = attention if dtype == jnp.bfloat16 else mlp  # not on CPUs
+    for fun in (mlp, loop, half_attention):
+        small = jc.checkpoint(fun, policy=LOSSY, params=0)
+        equal(jax.jit(small)(*args), jax.jit(fun)(*args))
+        got, exact = gradients(small, *args), gradients(fun, *args)
+        assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
+        # 8 bits of mantissa and 8 of code: both round at 2^-9 of the largest.
+        assert relative(got, exact) < 0.06
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY, jc.policies.int4()])
+def test_sharded_over_four_devices(axis_type, policy):
+    small = jc.checkpoint(mlp, policy=policy, params=0)
+    expected = gradients(small, W, X)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        got = gradients(small, w, x)
+    assert got[1].sharding.spec[0] == "data"
+    assert relative(jax.device_get(got), expected) < 1e-3  # as a batch's members
+
+
+# --- its arguments ---
+
+
+def test_arguments_of_all_kinds():
+    def fun(w, x, power, *, scale, shift=None, mode):
+        y = x @ w["a"][0] * scale
+        y = y if shift is None else y + shift["b"]
+        return (y**power, None, {"y": jnp.sin(y) if mode == "sin" else y})
+
+    small = jc.checkpoint(
+        fun, policy=SAVE, params=0, static_argnums=2, static_argnames="mode"
+    )
+    w = {"a": (W[0], None)}
+
+    def of(f):
+        def loss(w, x, scale, shift):
+            return weighted(f)(w, x, 2, scale=scale, shift=shift, mode="sin")
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(w, X, 1.5, {"b": X})
+
+    assert relative(of(small), of(fun)) < ULPS
+    assert small(w, X, -1, scale=2.0, mode="no")[0].shape == X.shape
+    with pytest.raises(ValueError, match="static arguments must be hashable"):
+        small(w, X, [2], scale=2.0, mode="no")
+    with pytest.raises(ValueError, match="static_argnums must be below .* 2, got 2"):
+        small(w, X, scale=2.0, mode="no")
+
+
+def test_negative_argument_numbers():
+    small = jc.checkpoint(
+        lambda x, n, w: (x * n) @ w[0], policy=LOSSY, params=-1, static_argnums=-2
+    )
+    rows = jc.explain(small, X, 3, W).rows
+    assert [row.name for row in rows if row.kind == "parameter"] == ["w"]
+
+
+def test_a_closure_is_differentiated_and_never_stale():
+    def loss(w, x):
+        small = jc.checkpoint(lambda x: mlp(w, x), policy=SAVE)
+        return weighted(small)(x)
+
+    assert relative(jax.grad(loss)(W, X), jax.grad(weighted(mlp))(W, X)) < ULPS
+
+    state = {"w": W}
+    small = jc.checkpoint(lambda x: mlp(state["w"], x), policy=SAVE)
+    first = small(X)
+    state["w"] = 2.0 * W
+    again = jax.jit(mlp)(2.0 * W, X)
+    equal(small(X), again)
+    assert (again != first).any()
+
+
+def test_methods_and_partial_functions():
+    class Block:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __call__(self, w, x):
+            return mlp(w, x) * self.scale
+
+    for fun in (Block(2.0), Block(2.0).__call__, partial(mlp, W)):
+        args = (X,) if isinstance(fun, partial) else (W, X)
+        small = jc.checkpoint(fun, policy=LOSSY)
+        equal(jax.jit(small)(*args), jax.jit(fun)(*args))
+
+
+# --- what can't be done, by name ---
+
+
+@pytest.mark.parametrize("fun", [mlp, loop, branch])
+def test_second_derivatives(fun):
+    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+
+    def slope(f):
+        return lambda w, x: weighted(jax.grad(weighted(f)))(w, x)
+
+    with pytest.raises(NotImplementedError, match=f"{fun.__name__}.*second derivative"):
+        jax.grad(slope(small))(W, X)
+    for policy in (SAVE, AGAIN):
+        exact = jc.checkpoint(fun, policy=policy, params=0)
+        got = jax.grad(slope(exact))(W, X)
+        # Second derivatives of tanh and gelu cancel: more digits are lost.
+        assert relative(got, jax.grad(slope(fun))(W, X)) < 10 * ULPS
+
+
+def test_forward_mode_is_refused_by_name():
+    small = jc.checkpoint(mlp, policy=AGAIN)
+    with pytest.raises(TypeError, match="checkpoint of 'mlp' .* forward mode"):
+        jax.jvp(small, (W, X), (W, X))
+
+
+# --- how often it is traced and compiled ---
+
+
+def test_steps_are_traced_and_compiled_once():
+    traced = []
+
+    def fun(w, x):
+        traced.append(x.shape)
+        return mlp(w, x)
+
+    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(w, x):
+        value, grad = jax.value_and_grad(weighted(small))(w, x)
+        return w - 1e-3 * grad, value
+
+    w = W + 0.0
+    losses = []
+    for i in range(3):
+        w, value = step(w, X * (1.0 - 0.01 * i))
+        losses.append(float(value))
+    assert traced == [X.shape]
+    assert step._cache_size() == 1
+    assert losses[2] < losses[0]
+    small(W, X[:4])
+    assert traced == [X.shape, X[:4].shape]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False])
+def test_tracing_takes_at_most_twice_the_time_of_jax_checkpoint(shared):
+    """24 layers, unrolled; one function for all of them, or one for each."""
+
+    def block(w, x):
+        return mlp(w[3:], x + attention(w, x))
+
+    def model(checkpoint):
+        layers = [block if shared else partial(block) for _ in range(24)]
+        layers = [checkpoint(layer) for layer in layers[: 1 if shared else 24]]
+
+        def run(ws, x):
+            for i in range(24):
+                x = layers[i % len(layers)](ws[i], x)
+            return x
+
+        return run
+
+    ws = [normal(i, 5, 32, 32) for i in range(24)]
+
+    def best(checkpoint):
+        times = []
+        for _ in range(5):
+            jax.clear_caches()
+            grad = jax.jit(jax.grad(weighted(model(checkpoint))))
+            start = time.perf_counter()
+            grad.trace(ws, X)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    ours = best(partial(jc.checkpoint, policy=jc.policies.int4(), params=0))
+    assert ours < 2 * best(jax.checkpoint)
+
+
+# --- programs at random ---
+
+UNARY = [jnp.sin, jnp.tanh, jax.nn.silu, jnp.abs, jnp.negative, jnp.cumsum]
+BINARY = [
+    jnp.add,
+    jnp.multiply,
+    jnp.maximum,
+    lambda a, b: a @ b.T @ a / 32.0,
+    lambda a, b: jnp.where(a > b, a, 0.5 * b),
+    lambda a, b: jnp.concatenate([a[:, :16], b[:, 16:]], 1),
+]
+UNARY[-1] = lambda a: jnp.cumsum(a, 0) / 8.0
+INSTRUCTIONS = st.tuples(
+    st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(0, 9), st.integers(0, 9)
+)
+ACTIONS = st.sampled_from([jc.Save(), jc.Recompute()])
+
+
+def program(code):
+    def fun(w, x):
+        values = [x, x @ w[0], jnp.sin(x) @ w[1]]
+        for kind, i, j in code:
+            a, b = values[i % len(values)], values[j % len(values)]
+            unary = kind < len(UNARY)
+            values.append(UNARY[kind](a) if unary else BINARY[kind - len(UNARY)](a, b))
+        return values[-1] + values[-2]
+
+    return fun
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(INSTRUCTIONS, min_size=2, max_size=8), st.data())
+def test_programs_at_random(code, data):
+    """An action for each tensor: exact ones change nothing, 8 bits little."""
+    fun = program(code)
+    rows = jc.explain(fun, W, X, policy=SAVE, params=0).rows
+    names = [row.name for row in rows if row.kind != "parameter"]
+    rules = {name: data.draw(ACTIONS, label=name) for name in names}
+    want = gradients(fun, W, X)
+    for policy, limit in ((jc.Policy(rules), 10 * ULPS), (LOSSY, 0.2)):
+        small = jc.checkpoint(fun, policy=policy, params=0)
+        equal(jax.jit(small)(W, X), jax.jit(fun)(W, X))
+        if any(leaf.any() for leaf in jax.tree.leaves(want)):
+            assert relative(gradients(small, W, X), want) < limit
