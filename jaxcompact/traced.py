@@ -202,11 +202,7 @@ class _Store:
         aval, as_bits = replay.avals[slot.source], replay.lossy
         codec = None if isinstance(slot.action, Save) else slot.action
         seed = zlib.crc32(slot.tensor.name.encode())
-        encoded = aval
-        self = cls(codec, seed, None, [], aval.dtype, as_bits)
-        if codec is not None:
-            encoded = jax.eval_shape(self._encode, aval)
-        leaves, tree = jax.tree.flatten(encoded)
+        leaves, tree = jax.tree.flatten(aval if codec is None else _stored(codec, aval))
         return cls(codec, seed, tree, leaves, aval.dtype, as_bits)
 
     def nothing(self) -> list[jax.Array]:
@@ -214,13 +210,10 @@ class _Store:
         dtype = _bits_of if self.as_bits else jnp.dtype
         return [jnp.zeros(leaf.shape, dtype(leaf.dtype)) for leaf in self.leaves]
 
-    def _encode(self, x):
-        if not self.codec.supports(x.dtype):  # a slope of zeros and ones
-            x = x != 0
-        return _encode(self.codec, self.seed, x)
-
     def encode(self, x: jax.Array) -> list[jax.Array]:
-        leaves = [x] if self.codec is None else jax.tree.leaves(self._encode(x))
+        leaves = [x]
+        if self.codec is not None:
+            leaves = jax.tree.leaves(_encode(self.codec, self.seed, x))
         return list(map(_as_bits, leaves)) if self.as_bits else leaves
 
     def decode(self, leaves: list[jax.Array]) -> jax.Array:
@@ -230,9 +223,23 @@ class _Store:
         return x if self.codec is None else _decode(self.codec, x).astype(self.dtype)
 
 
-# Jitted, so that layers after the first find them traced.
-_encode = jax.jit(lambda codec, seed, x: codec.encode(x, seed), static_argnums=(0, 1))
-_decode = jax.jit(lambda codec, encoded: codec.decode(encoded), static_argnums=0)
+# Layers after the first find these traced.
+@partial(jax.jit, static_argnums=(0, 1))
+def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
+    if not codec.supports(x.dtype):  # a slope of zeros and ones
+        x = x != 0
+    return codec.encode(x, seed)
+
+
+@partial(jax.jit, static_argnums=0)
+def _decode(codec: Codec, encoded: Any) -> jax.Array:
+    return codec.decode(encoded)
+
+
+@functools.lru_cache(1024)
+def _stored(codec: Codec, aval: Any) -> Any:
+    """The shapes and dtypes of what is stored."""
+    return jax.eval_shape(partial(_encode, codec, 0), aval)
 
 
 # --- differentiation -------------------------------------------------------------
