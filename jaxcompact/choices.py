@@ -5,6 +5,7 @@ entries that the forward pass did not take. The choice, a small integer, can be 
 instead; it is all that their derivatives read.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -68,21 +69,19 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
         case "top_k":
             choice = outs[1]
         case "cummax" | "cummin":
-            axis, n = params["axis"], x.shape[params["axis"]]
+            sign, axis = (1 if op.kind == "cummax" else -1), params["axis"]
             index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
-            new = x == outs[0]
-            if params["reverse"]:
-                choice = lax.cummin(jnp.where(new, index, n - 1), axis, reverse=True)
-            else:
-                choice = lax.cummax(jnp.where(new, index, 0), axis)
+            _, choice = lax.associative_scan(
+                lambda a, b: _larger(a, b, sign), (x, index), params["reverse"], axis
+            )
         case "reduce_max" | "reduce_min":
             index_of = jnp.argmax if op.kind == "reduce_max" else jnp.argmin
             choice = index_of(_in_a_row(x, params["axes"]), axis=-1)
-        case _:
-            parts = enumerate(_in_window(op, x))
-            choice = jnp.zeros(outs[0].shape, jnp.int32)
-            for i, part in reversed([*parts]):
-                choice = jnp.where(part == outs[0], i, choice)
+        case _:  # not where it equals the output: XLA may make that with other rounding
+            sign = 1 if op.kind == "reduce_window_max" else -1
+            parts = zip(_in_window(op, x), itertools.count())
+            _, choice = functools.reduce(lambda a, b: _larger(a, b, sign), parts)
+            choice = jnp.broadcast_to(choice, outs[0].shape)
     return outs, choice.astype(jnp.int32)
 
 
@@ -116,6 +115,12 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
     for i, part in enumerate(parts):
         out = jnp.where(choice == i + 1, part, out)
     return [out]
+
+
+def _larger(a: tuple[Any, Any], b: tuple[Any, Any], sign: int) -> tuple[Any, Any]:
+    """Of two values and their indices the larger, or smaller; the first of equals."""
+    better = b[0] > a[0] if sign > 0 else b[0] < a[0]
+    return jnp.where(better, b[0], a[0]), jnp.where(better, b[1], a[1])
 
 
 def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:

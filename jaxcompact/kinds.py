@@ -19,7 +19,7 @@ LAYOUT = frozenset(
 )
 REDUCTIONS = frozenset(
     """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-    square_sum""".split()
+    scatter-max scatter-min square_sum""".split()
 )
 RANDOM = frozenset(
     """random_bits random_clone random_fold_in random_seed random_split random_unwrap

@@ -154,6 +154,8 @@ class Compress:
             return Recompute(), "of an attention that is run again"
         if tensor.statistic:
             return Save(), "small beside what it is made of"
+        if tensor.divisor:
+            return Save(), "a divisor: rounded, it could be zero"
         if tensor.terms is not None and tensor.terms <= self.terms:
             return Recompute(), f"a product over {tensor.terms} terms"
         if tensor.scores is not None and self.scores is not None:

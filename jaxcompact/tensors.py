@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxcompact.divisors import find_divisors
 from jaxcompact.graph import Graph, Op, inner_jaxprs
 from jaxcompact.kinds import ELEMENTWISE, NONLINEAR, expensive, renames
 from jaxcompact.scores import find_attention, is_product
@@ -43,6 +44,7 @@ class Tensor:
             the tokens lie; else None.
         fused: "operand" or "result" of an attention that keeps its softmax's
             normalization for its backward pass; None for all others.
+        divisor: others are divided by it, or a logarithm or root is taken of it.
         terms: for the product of two activations, the number of terms summed up.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp).
@@ -58,6 +60,7 @@ class Tensor:
     limit: int | None = None
     scores: int | None = None
     fused: Literal["operand", "result"] | None = None
+    divisor: bool = False
     terms: int | None = None
     step: bool = False
     statistic: bool = False
@@ -130,11 +133,18 @@ class Tensors:
             if tensor.kind != "function" and tensor.floating
         }
         attention = find_attention(graph, self.fixed, stored, known)
+        divisors = find_divisors(graph, self.fixed)
+        made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:
+            tensor, op = self.found[value], made_by.get(value)
             self.found[value] = replace(
-                self.found[value],
+                tensor,
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
+                divisor=value in divisors,
+                # A softmax over segments is then normalized as its terms are rounded.
+                cheap=tensor.cheap
+                or (value in divisors and op is not None and op.kind == "scatter-add"),
             )
 
     def _add(self, value: int, **fields: Any) -> None:

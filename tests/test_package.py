@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths"},
     {"projection", "kinds", "choices"},
-    {"linear", "limiter", "scores"},
+    {"linear", "limiter", "scores", "divisors"},
     {"subspace", "tensors"},
     {"policy"},
     {"policies", "replay"},
