@@ -90,8 +90,8 @@ def gpt2(data: Path, seed: int) -> Task:
         held_out=[
             batch(b) for b in text.eval_batches(batch_size=64, seq_len=64, count=8)
         ],
-        steps=300,
-        optimizer=_adamw(2e-3, 300),
+        steps=1500,
+        optimizer=_adamw(3e-3, 1500),
     )
 
 
@@ -108,6 +108,7 @@ def vit(data: Path, seed: int) -> Task:
         num_channels=1,
         num_labels=10,
         hidden_dropout_prob=0.1,
+        initializer_range=0.1,
     )
     model = FlaxViTForImageClassification(config, seed=seed)
     batch, held_out = _digits(data, seed)
@@ -115,8 +116,8 @@ def vit(data: Path, seed: int) -> Task:
         *_hugging_face(model, lambda images: images.transpose(0, 3, 1, 2)),
         batch=batch,
         held_out=held_out,
-        steps=500,
-        optimizer=_adamw(2e-3, 500),
+        steps=2000,
+        optimizer=_adamw(2e-3, 2000),
     )
 
 
@@ -294,7 +295,7 @@ def _digits(data: Path, seed: int) -> tuple[Callable[[int], Batch], list[Batch]]
     raw = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
     labels = np.frombuffer(raw, np.uint8, offset=8).astype(np.int32)
     order = np.random.default_rng(0).permutation(len(labels))
-    images = images.astype(np.float32)[order].transpose(0, 2, 3, 1)
+    images = (images.astype(np.float32)[order].transpose(0, 2, 3, 1) - 0.13) / 0.31
     labels = labels[order]
 
     def take(index) -> Batch:

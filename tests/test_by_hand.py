@@ -202,6 +202,20 @@ def test_attention(op):
     assert 1e-3 < relative(got, exact) < 0.05
 
 
+def test_a_divisor_is_no_zero():
+    """Sums from 1e-3 to 1: in groups of 64 with 4 bits most would become zero."""
+    w, x = jnp.exp(jnp.linspace(-7.0, 0.0, 64)).reshape(1, 64), jnp.ones((1, 1))
+    assert (coded(Q4, x @ w) == 0.0).any()
+
+    def fun(w, x):
+        return 1e-3 / (x @ w)
+
+    for policy in (uniform(Q4), jc.policies.int4()):
+        small = checkpointed(fun, policy)
+        got, exact = (jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (small, fun))
+        assert relative(got, exact) < 0.01  # x comes back to half of bfloat16's 2^-8
+
+
 # --- noise ---
 
 

@@ -49,3 +49,47 @@ def test_partitioned_parameters():
     assert got["kernel"].names == (None, "model")
     np.testing.assert_array_equal(got["kernel"].value, expected["kernel"])
     np.testing.assert_array_equal(got["bias"], expected["bias"])
+
+
+def test_checkpoint_leaves_state_as_the_module_does():
+    """Batch statistics move once, dropout has one mask, gradients are near."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train)(nn.gelu(nn.Dense(16)(x)))
+            return nn.Dropout(0.5, deterministic=not train)(x)
+
+    class Model(nn.Module):
+        block: type
+
+        @nn.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = self.block(name=f"block_{i}")(x, True)
+            return x
+
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    small = clinen.checkpoint(Block, policy=jc.policies.int8(), static_argnums=2)
+    rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+    variables = Model(Block).init(rngs, x)
+    assert jax.tree.structure(variables) == jax.tree.structure(
+        Model(small).init(rngs, x)
+    )
+
+    def trained(block):
+        def loss(params):
+            out, state = Model(block).apply(
+                {**variables, "params": params}, x, rngs=rngs, mutable=["batch_stats"]
+            )
+            return (out * jnp.cos(out)).sum(), (out, state)
+
+        return jax.jit(jax.grad(loss, has_aux=True))(variables["params"])
+
+    (exact, aux), (got, small_aux) = trained(Block), trained(small)
+    jax.tree.map(np.testing.assert_array_equal, small_aux, aux)
+    a, b = (
+        jnp.concatenate([*map(jnp.ravel, jax.tree.leaves(g))]) for g in (got, exact)
+    )
+    # 8 bits of the stored tensors of two blocks: 0.6 % each.
+    assert 0.0 < jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)

@@ -139,6 +139,13 @@ def test_a_policy_of_ones_own():
         ({"cheap": True}, jc.policies.int4(), jc.Recompute()),
         ({"kind": "residual", "statistic": True}, jc.policies.int4(), jc.Save()),
         ({"kind": "residual"}, jc.policies.int4(), Q4),
+        ({"divisor": True}, jc.policies.int4(), jc.Save()),
+        ({"divisor": True, "cheap": True}, jc.policies.int4(), jc.Recompute()),
+        (
+            {"kind": "choice", "limit": 3, "dtype": jnp.dtype("int32")},
+            jc.policies.int4(),
+            jc.Narrow(3),
+        ),
         ({"terms": 128}, jc.policies.int4(), jc.Recompute()),
         ({"terms": 129}, jc.policies.int4(), Q4),
         ({"kind": "function"}, jc.policies.int4(), jc.Recompute()),

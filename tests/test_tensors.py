@@ -311,6 +311,62 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again():
     assert all(t.fused is None for t in found.values())
 
 
+# --- divisors ---
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, y: x / y,
+        lambda x, y: x / (y[:, :1] + 1e-6),
+        lambda x, y: x / jnp.maximum(y.T.reshape(x.shape), 1e-6),
+        lambda x, y: x * jnp.log(2.0 * y),
+        lambda x, y: x * jax.lax.rsqrt(y.astype(jnp.bfloat16)).astype(jnp.float32),
+        lambda x, y: x * y**-2,
+        lambda x, y: x / y[jnp.arange(8) % 3],
+    ],
+)
+def test_what_is_divided_by(use):
+    found = candidates(lambda w, x: use(x, x @ w), W, X)
+    assert [n for n, t in found.items() if t.divisor] == ["dot_general.0"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1e-6),
+        lambda y: (y - y.mean()) / y.std(),
+        lambda y: jax.nn.softmax(y),
+        lambda y: jnp.exp(y) / jnp.exp(y).sum(-1, keepdims=True),
+        lambda y: y / 3.0,
+        lambda y: 1.0 / (1.0 + y * y),
+    ],
+)
+def test_what_is_normalized_is_no_divisor(use):
+    found = candidates(lambda w, x: use(x @ w), W, X)
+    assert not [n for n, t in found.items() if t.divisor]
+
+
+def test_a_softmax_over_segments_is_made_again_as_a_whole():
+    """Its terms rounded and its sum not, it would not be normalized."""
+
+    def fun(w, x, segments):
+        logits = x @ w
+        largest = jax.ops.segment_max(logits, segments, 4)
+        terms = jnp.exp(logits - largest[segments])
+        return terms / jax.ops.segment_sum(terms, segments, 4)[segments]
+
+    found = candidates(fun, W, X, S((8,), jnp.int32))
+    assert {
+        n for n, t in found.items() if t.kind in ("op", "input") and t.floating
+    } == {
+        "x",
+        "dot_general.0",
+        "scatter-add.0",
+    }
+    assert found["scatter-add.0"].cheap
+
+
 # --- graphs ---
 
 
