@@ -216,6 +216,64 @@ def test_a_divisor_is_no_zero():
         assert relative(got, exact) < 0.01  # x comes back to half of bfloat16's 2^-8
 
 
+# --- layers, with the tolerances of GACT's and ActNN's own tests ---
+
+
+def test_batch_norm_in_four_bits():
+    def norm(w, x):
+        mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)
+        return w[0] * (x - mean) * jax.lax.rsqrt(var + 1e-5) + w[1]
+
+    w = jnp.stack([jnp.ones((1, 3, 1, 1)), jnp.zeros((1, 3, 1, 1))])
+    x, ct = normal(13, 64, 3, 56, 56), normal(14, 64, 3, 56, 56)
+    got, exact = (
+        jax.vjp(f, w, x)[1](ct) for f in (checkpointed(norm, uniform(Q4)), norm)
+    )
+    np.testing.assert_allclose(got[1], exact[1], atol=1e-2, rtol=1e-2)
+    np.testing.assert_allclose(got[0][1], exact[0][1], atol=1e-2, rtol=1e-2)
+    assert (got[1] != exact[1]).any()
+
+
+def test_layer_norm_in_eight_bits():
+    def norm(w, x):
+        x = x - x.mean(-1, keepdims=True)
+        return w * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+    x, ct = normal(15, 1, 10, 10), normal(16, 1, 10, 10)
+    got, exact = (
+        jax.vjp(f, jnp.ones((1, 1, 10)), x)[1](ct)
+        for f in (checkpointed(norm, uniform(Q8)), norm)
+    )
+    for a, b in zip(got, exact, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-1, rtol=1e-2)
+
+
+@pytest.mark.slow
+def test_a_layer_of_bert_in_eight_bits():
+    def layer(w, x):
+        q, k, v = (jnp.reshape(x @ w[n], (2, 512, 12, 64)) for n in "qkv")
+        x = norm(x + softmax(q, k, v).reshape(x.shape) @ w["o"])
+        return norm(x + jax.nn.gelu(x @ w["up"]) @ w["down"])
+
+    def norm(x):
+        return jax.nn.standardize(x, epsilon=1e-12)
+
+    shapes = dict.fromkeys("qkvo", (768, 768)) | {
+        "up": (768, 3072),
+        "down": (3072, 768),
+    }
+    w = {
+        n: normal(i, *shape, scale=0.02) for i, (n, shape) in enumerate(shapes.items())
+    }
+    x, ct = normal(17, 2, 512, 768), normal(18, 2, 512, 768)
+    got, exact = (
+        jax.jit(lambda w, x, f=f: jax.vjp(f, w, x)[1](ct))(w, x)
+        for f in (checkpointed(layer, jc.policies.int8()), layer)
+    )
+    np.testing.assert_allclose(got[1], exact[1], atol=1e-1, rtol=1e-2)
+    assert 0.0 < relative(got, exact) < 0.02
+
+
 # --- noise ---
 
 
