@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths"},
     {"projection", "kinds", "choices"},
-    {"linear", "limiter", "scores", "divisors"},
+    {"linear", "limiter", "scores", "divisors", "program"},
     {"subspace", "tensors"},
     {"policy"},
     {"policies", "replay"},
