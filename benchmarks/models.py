@@ -507,33 +507,36 @@ def run(data: Path, names: list[str]) -> None:
 def table() -> None:
     print(
         "| model | policy | gradient error | predicted | bytes | held-out loss "
-        "| against exact | accuracy |\n|---|---|---|---|---|---|---|---|"
+        "| of exact's | accuracy % | points above exact |\n" + "|---" * 9 + "|"
     )
-    found: dict[tuple[str, str], list[dict]] = {}
+    found: dict[tuple[str, str], dict[int, dict]] = {}
     for row in rows():
-        found.setdefault((row["model"], row["policy"]), []).append(row)
-    for (name, label), group in found.items():
-        group.sort(key=lambda row: row["seed"])
-        losses, exact = (
-            [row["loss"] for row in found[name, which]] for which in (label, "exact")
-        )
-        accuracy = statistics.fmean(row["accuracy"] for row in group)
-        cells = ["", "", "", ""]
+        found.setdefault((row["model"], row["policy"]), {})[row["seed"]] = row
+    order = {key: i for i, key in enumerate(MODELS)}
+    for name, label in sorted(found, key=lambda key: order[key[0]]):
+        group = found[name, label]
+        exact, first = found[name, "exact"], group[SEEDS[0]]
+
+        def mean(of: Callable[[dict, dict], float], form: str = "+.2f") -> str:
+            pairs = [(row, exact[seed]) for seed, row in group.items()]  # noqa: B023
+            values = [of(*pair) for pair in pairs]
+            text = format(statistics.fmean(values), form)
+            spread = statistics.stdev(values) / len(values) ** 0.5
+            return f"{text} ± {spread:.2f}" if form.startswith("+") else text
+
+        cells = ["", "", "", mean(lambda row, _: row["loss"], ".4f"), ""]
+        accuracy = mean(lambda row, _: 100 * row["accuracy"], ".2f"), ""
         if label != "exact":
-            first = group[0]
-            gaps = [100 * (a / b - 1) for a, b in zip(losses, exact, strict=True)]
-            spread = statistics.stdev(gaps) / len(gaps) ** 0.5
-            cells = [
+            cells[:3] = [
                 f"{first['error']:.4f}",
                 f"{first['predicted']:.4f}",
                 f"{100 * first['stored'] / first['exact']:.0f} %",
-                f"{statistics.fmean(gaps):+.2f} % ± {spread:.2f}",
             ]
-        print(
-            f"| {name} ({SOURCES[name]}) | {label} | {cells[0]} | {cells[1]} "
-            f"| {cells[2]} | {statistics.fmean(losses):.4f} | {cells[3]} "
-            f"| {accuracy:.4f} |"
-        )
+            cells[4] = mean(lambda a, b: 100 * (a["loss"] / b["loss"] - 1)) + " %"
+            gap = mean(lambda a, b: 100 * (a["accuracy"] - b["accuracy"]))
+            accuracy = accuracy[0], gap
+        model = f"{name} ({SOURCES[name]})"
+        print(f"| {' | '.join((model, label, *cells, *accuracy))} |")
 
 
 def main() -> None:
