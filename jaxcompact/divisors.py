@@ -1,38 +1,40 @@
 """Which tensors others are divided by: near zero, a rounded one is no substitute."""
 
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import LAYOUT, renames
 
 # A small absolute error in what these read is a large one in what they make.
 _STEEP = frozenset("log sqrt rsqrt cbrt pow".split())
-# With a constant: ``x + eps``, ``max(x, eps)``.
-_GUARDS = frozenset("add sub mul max min clamp select_n".split())
+# What these make can only be zero, or have another sign, if what they read has.
+_THROUGH = frozenset(
+    """abs add clamp convert_element_type div integer_pow max min mul neg select_n
+    square sub""".split()
+)
+_TERMS = 8  # of the longest sum that might vanish as a whole
+_GUARD = 1e-2  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
 
 def find_divisors(graph: Graph, fixed: set[int]) -> set[int]:
     """Values that are divided by, or that a logarithm or a root is taken of.
 
-    Followed back through layout, constant factors and guards against zero, not
-    through sums: a norm's square root says nothing of the tensor that is normalized.
+    Followed back through layout, sums of a few terms and powers, not through longer
+    sums: a norm's square root says nothing of the tensor that is normalized.
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     found: set[int] = set()
 
-    def is_number(value: int) -> bool:
-        return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
-
     def follow(value: int) -> None:
-        while value not in found and value not in fixed:
-            found.add(value)
-            op = made_by.get(value)
-            if op is None or not _keeps_zeros(op):
-                return
-            sources = [v for v in op.reads if v not in fixed and is_number(v)]
-            if len(sources) != 1:
-                return
-            (value,) = sources
+        floating = jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
+        if value in found or value in fixed or not floating:
+            return
+        found.add(value)
+        op = made_by.get(value)
+        if op is not None and _passes(op, graph):
+            for source in op.reads:
+                follow(source)
 
     for op in graph.ops:
         for value in _steeply_read(op):
@@ -43,14 +45,19 @@ def find_divisors(graph: Graph, fixed: set[int]) -> set[int]:
 def _steeply_read(op: Op) -> list[int]:
     if op.kind == "div":
         return [v for v in op.reads if v == op.ins[1]]
+    if op.kind == "atan2":
+        return op.reads
     negative = op.kind == "integer_pow" and op.eqn.params["y"] < 0
     return op.reads[:1] if negative or op.kind in _STEEP else []
 
 
-def _keeps_zeros(op: Op) -> bool:
-    return (
-        op.kind in LAYOUT
-        or op.kind in _GUARDS
-        or op.kind == "convert_element_type"
-        or renames(op)
-    )
+def _passes(op: Op, graph: Graph) -> bool:
+    if op.kind == "reduce_sum":
+        (value,) = op.reads
+        terms = graph.avals[value].size // max(graph.avals[op.outs[0]].size, 1)
+        return terms <= _TERMS
+    if op.kind in ("add", "max", "clamp"):
+        constants = [v.val for v in op.ins if isinstance(v, Literal)]
+        if any(abs(x) >= _GUARD for x in constants):
+            return False
+    return op.kind in LAYOUT or op.kind in _THROUGH or renames(op)

@@ -29,7 +29,7 @@ class Program:
         graph = graph_of(self.jaxpr)
         number = {op: i for i, op in enumerate(graph.ops)}
         last = {v: i for op, i in number.items() for v in op.reads}
-        final = set(graph.outputs)
+        final = {v for v in graph.outputs if not isinstance(v, Literal)}
         for op in reversed(graph.ops):
             if renames(op) and not final.isdisjoint(op.outs):
                 final.update(op.reads)

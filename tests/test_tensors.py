@@ -324,6 +324,11 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again():
         lambda x, y: x * jax.lax.rsqrt(y.astype(jnp.bfloat16)).astype(jnp.float32),
         lambda x, y: x * y**-2,
         lambda x, y: x / y[jnp.arange(8) % 3],
+        # distances: of pairs of points, and of points in three dimensions
+        lambda x, y: (
+            x[:, :8] * jnp.sqrt((x * x).sum(-1)[:, None] + 4.0 - 2.0 * y[:, :8])
+        ),
+        lambda x, y: x[:, :1] * jnp.linalg.norm(y[:, :3], axis=-1, keepdims=True),
     ],
 )
 def test_what_is_divided_by(use):
