@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Graph, Op, graph_of, read, tie
+from jaxcompact.graph import Graph, Op, Value, graph_of, read, tie
 from jaxcompact.kinds import expensive
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
@@ -98,7 +98,7 @@ class Replay:
         self.tensors = Tensors(graph, names, known)
         self.moving = _moving(graph, perturbed)
         self.wrt = [i for i, v in enumerate(graph.inputs) if v in self.moving]
-        self.active = [i for i, v in enumerate(graph.outputs) if v in self.moving]
+        self.active = [i for i, v in enumerate(graph.outputs) if self._moves(v)]
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
         self.slopes = {
             v
@@ -203,7 +203,7 @@ class Replay:
 
     def _differentiate(self, op: Op, values: list[Any]) -> tuple[list[Any], Any]:
         """A block's outputs, and its backward function, which is a pytree."""
-        moves = [isinstance(v, int) and v in self.moving for v in op.ins]
+        moves = list(map(self._moves, op.ins))
 
         def call(*moving):
             rest = iter(moving)
@@ -217,8 +217,8 @@ class Replay:
         _, backward, outs = jax.vjp(call, *moving, has_aux=True)
         return outs, backward
 
-    def _moves(self, value: int) -> bool:
-        return value in self.moving
+    def _moves(self, value: Value) -> bool:
+        return isinstance(value, int) and value in self.moving
 
     def _slope(self, value: int, env: dict[int, Any]) -> jax.Array:
         function = self.tensors.functions[value]
@@ -361,9 +361,7 @@ class Replay:
 
         block.defvjp(lambda moving, outs, leaves: (outs, leaves), backward)
         moving = [
-            value
-            for value, v in zip(values, op.ins, strict=True)
-            if isinstance(v, int) and self._moves(v)
+            value for value, v in zip(values, op.ins, strict=True) if self._moves(v)
         ]
         return block(moving, outs, leaves)
 
