@@ -196,8 +196,13 @@ def _trace(
         out_trees.append(out_tree)
         return outs
 
+    label = getattr(call.fun, "__name__", repr(call.fun))
     closed = jax.make_jaxpr(flat)(*leaves)
     graph = graph_of(closed)
+    if any(hasattr(aval, "inner_aval") for aval in graph.avals):
+        raise NotImplementedError(
+            f"checkpoint of {label!r}: it uses mutable references"
+        )
     inputs = graph.inputs[len(closed.consts) :]
     said = call.parameters(as_tuple(params))
     all_names = dict(zip(inputs, call.input_names(), strict=True))
@@ -215,7 +220,7 @@ def _trace(
         keep,
         params is not None,
         policy,
-        label=getattr(call.fun, "__name__", repr(call.fun)),
+        label=label,
         labels=labels,
         out_tree=out_trees[-1],
         prevent_cse=prevent_cse,

@@ -157,4 +157,6 @@ def tie[T](tree: T) -> T:
 
 
 def on_host(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+    """Of an array, or of what describes one."""
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    return aval.memory_space == jax.memory.Space.Host

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Graph, Op, Value, graph_of, read, tie
+from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, tie
 from jaxcompact.kinds import expensive
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
@@ -192,12 +192,7 @@ class Replay:
             if source in self.links or source in self.fixed:
                 continue
             if isinstance(source, Residual):
-                chosen = tensor, action, _ = self._decide(
-                    self._residual(source), source
-                )
-                if source.op.kind in ("scan", "cond") and isinstance(action, Codec):
-                    chosen = tensor, Save(), "encoded inside if its policy says so"
-                self.chosen[source] = chosen
+                self.chosen[source] = self._decide_residual(source)
             elif isinstance(source, Choice):
                 self.chosen[source] = self._decide(self._choice(source), source)
 
@@ -244,6 +239,15 @@ class Replay:
             statistic=16 * aval.size <= largest,
             fused=self.tensors.found[op.outs[0]].fused,
         )
+
+    def _decide_residual(self, source: Residual) -> tuple[Tensor, Action, str]:
+        tensor, action, reason = self._decide(self._residual(source), source)
+        if isinstance(action, Codec):
+            if on_host(self.avals[source]):
+                return tensor, Save(), "already on the host"
+            if source.op.kind in ("scan", "cond"):
+                return tensor, Save(), "encoded inside if its policy says so"
+        return tensor, action, reason
 
     def _choice(self, source: Choice) -> Tensor:
         aval, op = self.avals[source], source.op

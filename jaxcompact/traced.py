@@ -207,8 +207,13 @@ class _Store:
 
     def nothing(self) -> list[jax.Array]:
         """Zeros in the place of what `encode` makes."""
-        dtype = _bits_of if self.as_bits else jnp.dtype
-        return [jnp.zeros(leaf.shape, dtype(leaf.dtype)) for leaf in self.leaves]
+
+        def zeros(leaf: Any) -> jax.Array:
+            bits = self.as_bits and not on_host(leaf)
+            x = jnp.zeros(leaf.shape, _bits_of(leaf.dtype) if bits else leaf.dtype)
+            return jax.device_put(x, jax.memory.Space.Host) if on_host(leaf) else x
+
+        return list(map(zeros, self.leaves))
 
     def encode(self, x: jax.Array) -> list[jax.Array]:
         leaves = [x]

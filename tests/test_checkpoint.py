@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
@@ -348,6 +349,40 @@ def test_second_derivatives(fun):
         got = jax.grad(slope(exact))(W, X)
         # Second derivatives of tanh and gelu cancel: more digits are lost.
         assert relative(got, jax.grad(slope(fun))(W, X)) < 10 * ULPS
+
+
+def test_mutable_references_are_refused_by_name():
+    def counted(w, x):
+        count = jax.new_ref(jnp.zeros(()))
+        count[...] += x.sum()
+        return x @ w[0] * count[...]
+
+    with pytest.raises(NotImplementedError, match="'counted'.* mutable references"):
+        jc.checkpoint(counted, policy=LOSSY)(W, X)
+
+
+def test_arrays_in_the_hosts_memory_cross_as_they_are():
+    """In one branch only, and where `jax.checkpoint` has put them there."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["h"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def offloading(w, x):
+        inner = jax.checkpoint(
+            lambda x: jnp.sin(checkpoint_name(jnp.sin(x @ w[0]), "h")) @ w[1],
+            policy=policy,
+        )
+        return inner(x)
+
+    exact = gradients(offloading, W, X)
+    for codec in (jc.Offload(), Q8):
+        small = jc.checkpoint(offloading, policy=jc.policies.uniform(codec), params=0)
+        assert relative(gradients(small, W, X), exact) < 0.03
+    small = jc.checkpoint(branch, policy=jc.policies.uniform(jc.Offload()), params=0)
+    assert relative(gradients(small, W, X), gradients(branch, W, X)) < ULPS
 
 
 def test_forward_mode_is_refused_by_name():
