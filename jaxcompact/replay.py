@@ -131,7 +131,7 @@ class Replay:
         """Whether decoded operands could make it choose others."""
         moved = not self.moving.isdisjoint(op.outs)
         lossy = not self.tensors.data.isdisjoint(op.reads)
-        return moved and lossy and choices(op) is not None
+        return moved and lossy and bool(choices(op))  # 0 of an empty axis
 
     def _is_block(self, op: Op) -> bool:
         """Differentiated as a whole, from what it keeps for itself."""

@@ -118,6 +118,11 @@ def test_running_extremes(reverse):
     assert errors(fun, W, X) < ULPS
 
 
+def test_nothing_to_choose_from():
+    small = jc.checkpoint(lambda w, x: jnp.sort(x @ w, axis=0), policy=COARSE, params=0)
+    assert not jax.grad(lambda w: small(w, X[:0]).sum())(W).any()
+
+
 def test_exact_policies_choose_nothing():
     """What is saved or made again exactly is differentiated as it always is."""
 
