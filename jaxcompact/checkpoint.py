@@ -48,7 +48,8 @@ def checkpoint(
         params: which arguments are parameters: argument numbers, or types of pytree
             nodes (``nnx.Param``). They are kept by reference, never copied, never
             encoded; nor is what follows from them alone. All other floating point
-            inputs may be encoded. If None, no input is.
+            inputs may be encoded: name masks and tables as well, above all those that
+            hold infinities. If None, no input is.
         static_argnums: arguments that are no arrays, hashable.
         static_argnames: the same by keyword.
         prevent_cse: as in `jax.checkpoint`: False is enough inside a scan.
