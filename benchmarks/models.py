@@ -34,6 +34,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "train")]
 
 import jaxcompact as jc  # noqa: E402
 from data import prepare  # noqa: E402
+from jaxcompact.checkpoint import TRACERS  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RESULTS = ROOT / "benchmarks" / "results" / "models.jsonl"
@@ -436,7 +437,7 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
     measured = jnp.linalg.norm(of(small) - exact) / norm
 
     def plan_of(fun):
-        traced, flat = fun.trace(args, {})
+        traced, flat = TRACERS[fun](args, {})
         first = len(flat) - len(jax.tree.leaves(args))
         count = len(jax.tree.leaves(task.params))
         mask = tuple(first <= i < first + count for i in range(len(flat)))

@@ -2,9 +2,11 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.extend.core import get_opaque_trace_state
@@ -17,6 +19,10 @@ from jaxcompact.traced import Traced, run
 
 RECOMPUTE = Policy()
 Params = int | type | Sequence[int | type] | None
+
+# What traces a checkpointed function: (args, kwargs) -> the function for such
+# arguments, and what it is to be called with.
+TRACERS: WeakKeyDictionary[Callable, Callable] = WeakKeyDictionary()
 
 
 def checkpoint(
@@ -31,8 +37,9 @@ def checkpoint(
     """`jax.checkpoint`, which can also encode what it saves.
 
     The outputs are those of ``fun``, exactly: only what the backward pass finds is
-    other. It replays ``fun`` from what was stored; matrix products, convolutions,
-    attention and what else is expensive are not run again unless the policy says so.
+    other. It replays ``fun`` from what was stored. Under the policies of
+    `jaxcompact.policies` matrix products, convolutions, attention and what else is
+    expensive are not run again; without a policy all is, as by `jax.checkpoint`.
 
     Works under jit, grad, vmap, scan, nested and inside or around `jax.checkpoint`;
     goes into jitted functions, scans and branches. Modules:
@@ -44,18 +51,18 @@ def checkpoint(
     Args:
         fun: any differentiable function of pytrees.
         policy: what is done with each tensor: a `Policy`, or one of
-            `jaxcompact.policies`. By default all is made again, as by `jax.checkpoint`.
+            `jaxcompact.policies`.
         params: which arguments are parameters: argument numbers, or types of pytree
             nodes (``nnx.Param``). They are kept by reference, never copied, never
             encoded; nor is what follows from them alone. All other floating point
-            inputs may be encoded: name masks and tables as well, above all those that
-            hold infinities. If None, no input is.
+            inputs may be encoded if they are differentiated. If None, no input is.
         static_argnums: arguments that are no arrays, hashable.
         static_argnames: the same by keyword.
         prevent_cse: as in `jax.checkpoint`: False is enough inside a scan.
 
-    Raises ValueError for a policy that is none, and, when it is differentiated, for a
-    rule that matches no tensor and an action that does not fit a tensor.
+    Raises ValueError for arguments that are none of these, and, when it is
+    differentiated, for a rule that matches no tensor and an action that does not fit a
+    tensor.
     NotImplementedError for second derivatives through what is encoded. TypeError for
     forward mode (jvp).
 
@@ -71,17 +78,25 @@ def checkpoint(
     >>> grads["up"].shape
     (64, 256)
     """
-    if not hasattr(policy, "decide"):
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {fun!r}")
+    if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
+    for p in as_tuple(params):
+        if isinstance(p, bool) or not isinstance(p, int | type):
+            raise ValueError(
+                f"params must be argument numbers or types of pytree nodes, got {p!r}"
+            )
     known: dict[Any, tuple[Any, Traced, list[Any]]] = {}
 
     def trace(args: tuple, kwargs: dict) -> tuple[Traced, list[Any]]:
-        """The function for such arguments, and what it is to be called with."""
         call = _Call.of(
             fun, args, kwargs, as_tuple(static_argnums), as_tuple(static_argnames)
         )
         leaves, tree = jax.tree.flatten(call.dynamic)
-        key = call.static, tree, tuple(map(jax.typeof, leaves))
+        # Equal values of other types, as 1 and True, are other arguments.
+        types = tuple(type(value) for _, value in call.static)
+        key = call.static, types, tree, tuple(map(jax.typeof, leaves)), _settings()
         state, traced, consts = known.get(key, (None, None, None))
         # What a function closes over may belong to the trace around it, or change.
         fresh = traced is not None and (
@@ -107,8 +122,23 @@ def checkpoint(
             raise
         return jax.tree.unflatten(traced.out_tree, outs)
 
-    wrapped.trace = trace
+    TRACERS[wrapped] = trace
     return wrapped
+
+
+@jax.tree_util.register_static
+class _Settings:
+    """Of JAX that a trace depends on: the precision of products, the width of dtypes.
+
+    They differ where jit would trace anew.
+    """
+
+
+_new_settings = jax.jit(lambda: _Settings())
+
+
+def _settings() -> _Settings:
+    return jax.eval_shape(_new_settings)
 
 
 @dataclass(frozen=True)
@@ -116,7 +146,7 @@ class _Call:
     """A call's arguments, static ones apart."""
 
     fun: Callable
-    static: tuple
+    static: tuple[tuple[int | str, Any], ...]
     dynamic: tuple[dict[int, Any], dict[str, Any]]
     count: int
 
@@ -131,8 +161,8 @@ class _Call:
                 )
         numbers = {n % count for n in static_argnums}
         static = (
-            tuple((n, args[n]) for n in sorted(numbers)),
-            tuple((k, kwargs[k]) for k in static_argnames if k in kwargs),
+            *((n, args[n]) for n in sorted(numbers)),
+            *((k, kwargs[k]) for k in static_argnames if k in kwargs),
         )
         try:
             hash(static)
@@ -144,10 +174,9 @@ class _Call:
 
     def __call__(self, dynamic) -> Any:
         positional, named = dynamic
-        args = {**positional, **dict(self.static[0])}
-        return self.fun(
-            *(args[n] for n in range(self.count)), **named, **dict(self.static[1])
-        )
+        args = {**positional, **named, **dict(self.static)}
+        positional = [args.pop(n) for n in range(self.count)]
+        return self.fun(*positional, **args)
 
     def input_names(self) -> list[str]:
         """``"params/w1"``: the argument's name and the leaf's path."""
@@ -169,7 +198,18 @@ class _Call:
     def parameters(self, params: tuple[int | type, ...]) -> list[bool]:
         """Which leaves belong to parameters."""
         types = (SketchedKernel, *(p for p in params if isinstance(p, type)))
-        numbers = {p % self.count for p in params if isinstance(p, int)}
+        numbers = set()
+        for p in params:
+            if isinstance(p, int):
+                if not -self.count <= p < self.count:
+                    raise ValueError(
+                        f"params must be below the number of arguments {self.count}, "
+                        f"got {p}"
+                    )
+                numbers.add(p % self.count)
+        for n, _ in self.static:
+            if n in numbers:
+                raise ValueError(f"argument {n} is in params and static_argnums")
 
         def is_type(node):
             return isinstance(node, types)
@@ -197,7 +237,7 @@ def _trace(
         out_trees.append(out_tree)
         return outs
 
-    label = getattr(call.fun, "__name__", repr(call.fun))
+    label = _label(call.fun)
     closed = jax.make_jaxpr(flat)(*leaves)
     graph = graph_of(closed)
     if any(hasattr(aval, "inner_aval") for aval in graph.avals):
@@ -229,6 +269,14 @@ def _trace(
     return traced, list(closed.consts)
 
 
+def _label(fun: Callable) -> str:
+    name = getattr(fun, "__name__", repr(fun))
+    if name != "<lambda>":
+        return name
+    code = fun.__code__
+    return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+
+
 def _is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
@@ -237,4 +285,5 @@ def as_tuple(x: Any) -> tuple:
     """One or several argument numbers, names or types, or None."""
     if x is None:
         return ()
-    return (x,) if isinstance(x, int | str | type) else tuple(x)
+    one = isinstance(x, str | type) or not isinstance(x, Iterable)
+    return (x,) if one else tuple(x)

@@ -3,6 +3,8 @@
 Made again of decoded operands they might choose others, and the gradient would flow to
 entries that the forward pass did not take. The choice, a small integer, can be stored
 instead; it is all that their derivatives read.
+
+Pooling with dilation, or of more than 64 entries, is made again: it may choose others.
 """
 
 import functools
@@ -52,7 +54,7 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
     """What the operation makes, and its choice: integers below `choices`."""
     params, x = op.eqn.params, values[0]
     if op.kind == "sort":
-        index = lax.broadcasted_iota(jnp.int32, x.shape, params["dimension"])
+        index = _index(x, params["dimension"])
         *outs, choice = lax.sort([*values, index], **params)
         return outs, choice
     outs = op.bind(*values)
@@ -70,9 +72,11 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
             choice = outs[1]
         case "cummax" | "cummin":
             sign, axis = (1 if op.kind == "cummax" else -1), params["axis"]
-            index = lax.broadcasted_iota(jnp.int32, x.shape, axis)
             _, choice = lax.associative_scan(
-                lambda a, b: _larger(a, b, sign), (x, index), params["reverse"], axis
+                lambda a, b: _larger(a, b, sign),
+                (x, _index(x, axis)),
+                params["reverse"],
+                axis,
             )
         case "reduce_max" | "reduce_min":
             index_of = jnp.argmax if op.kind == "reduce_max" else jnp.argmin
@@ -121,6 +125,13 @@ def _larger(a: tuple[Any, Any], b: tuple[Any, Any], sign: int) -> tuple[Any, Any
     """Of two values and their indices the larger, or smaller; the first of equals."""
     better = b[0] > a[0] if sign > 0 else b[0] < a[0]
     return jnp.where(better, b[0], a[0]), jnp.where(better, b[1], a[1])
+
+
+def _index(x: jax.Array, axis: int) -> jax.Array:
+    """Each entry's place along an axis, laid out over the devices as the array is."""
+    others = [i for i in range(x.ndim) if i != axis]
+    places = jnp.expand_dims(jnp.arange(x.shape[axis], dtype=jnp.int32), others)
+    return jnp.zeros_like(x, jnp.int32) + places
 
 
 def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import LAYOUT, renames
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
+from jaxcompact.kinds import LAYOUT, SOLVES, renames
 
 # A small absolute error in what these read is a large one in what they make.
 _STEEP = frozenset("log sqrt rsqrt cbrt pow".split())
@@ -14,11 +14,11 @@ _THROUGH = frozenset(
     square sub""".split()
 )
 _TERMS = 8  # of the longest sum that might vanish as a whole
-_GUARD = 1e-2  # a constant that keeps what it is added to from zero, as in 1 + x^2
+_GUARD = 0.1  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
 
 def find_divisors(graph: Graph, fixed: set[int]) -> set[int]:
-    """Values that are divided by, or that a logarithm or a root is taken of.
+    """Values that are divided by, as numbers or matrices, or in a logarithm or a root.
 
     Followed back through layout, sums of a few terms and powers, not through longer
     sums: a norm's square root says nothing of the tensor that is normalized.
@@ -45,8 +45,13 @@ def find_divisors(graph: Graph, fixed: set[int]) -> set[int]:
 def _steeply_read(op: Op) -> list[int]:
     if op.kind == "div":
         return [v for v in op.reads if v == op.ins[1]]
-    if op.kind == "atan2":
+    if op.kind == "atan2" or op.kind in SOLVES:
         return op.reads
+    if op.kind == "custom_jvp_call":  # jnp.hypot
+        (body,) = map(graph_of, inner_jaxprs(op))
+        steep = find_divisors(body, set(body.constants))
+        pairs = zip(op.ins, body.inputs, strict=True)
+        return [v for v, inside in pairs if inside in steep and v in op.reads]
     negative = op.kind == "integer_pow" and op.eqn.params["y"] < 0
     return op.reads[:1] if negative or op.kind in _STEEP else []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxcompact.checkpoint import Params, checkpoint
+from jaxcompact.checkpoint import TRACERS, Params, checkpoint
 from jaxcompact.codecs import Codec
 from jaxcompact.policy import ChoosesActions, Recompute
 from jaxcompact.traced import Plan
@@ -19,7 +19,7 @@ class Row:
 
     Attributes:
         name: as the patterns of a `Policy` see it.
-        kind: "input", "op", "residual", "mask", "function" or "parameter".
+        kind: as of a `Tensor`, or "parameter".
         shape: its shape; of one pass through a loop's body.
         dtype: name of its dtype.
         where: the line that makes it.
@@ -119,11 +119,11 @@ def explain(
     """
     if policy is not None:
         fun = checkpoint(fun, policy=policy, params=params)
-    if not hasattr(fun, "trace"):
+    if fun not in TRACERS:
         raise ValueError(
             f"policy must be given for a function that is not checkpointed: {fun!r}"
         )
-    traced, inputs = fun.trace(args, kwargs)
+    traced, inputs = TRACERS[fun](args, kwargs)
     avals = [traced.graph.avals[v] for v in traced.graph.inputs]
     plan = traced.plan(tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals))
     rows = [

@@ -8,6 +8,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -59,7 +60,7 @@ class Op:
         functions, params = params if isinstance(params, tuple) else ((), params)
         with self.eqn.ctx.manager:
             outs = primitive.bind(*functions, *values, **params)
-        return outs if primitive.multiple_results else [outs]
+        return list(outs) if primitive.multiple_results else [outs]
 
 
 @dataclass(eq=False)
@@ -160,3 +161,16 @@ def on_host(x: Any) -> bool:
     """Of an array, or of what describes one."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     return aval.memory_space == jax.memory.Space.Host
+
+
+def zeros(aval: Any) -> jax.Array:
+    """Of such a shape and dtype, in that memory, laid out so over the devices."""
+    x = jnp.zeros_like(
+        jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            sharding=aval.sharding,
+            manual_axis_type=aval.manual_axis_type,
+        )
+    )
+    return jax.device_put(x, jax.memory.Space.Host) if on_host(aval) else x

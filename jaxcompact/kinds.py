@@ -1,5 +1,7 @@
 """What operations cost, by the name of their primitive."""
 
+from collections.abc import Collection
+
 from jaxcompact.graph import Op, graph_of, inner_jaxprs
 
 ELEMENTWISE = frozenset(
@@ -15,7 +17,7 @@ ELEMENTWISE = frozenset(
 LAYOUT = frozenset(
     """broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze
     transpose sharding_constraint reshard dynamic_slice dynamic_update_slice gather
-    mesh_cast""".split()
+    scatter mesh_cast""".split()
 )
 REDUCTIONS = frozenset(
     """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
@@ -34,6 +36,11 @@ NONLINEAR = frozenset(
     """abs acos asin asinh atan atanh cbrt clamp cos cosh custom_jvp_call erf erf_inv
     erfc exp exp2 expm1 log log1p logistic max min pow rsqrt sign sin sinh sqrt tan
     tanh""".split()
+)
+SOLVES = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
+LINEAR_ALGEBRA = SOLVES | frozenset(
+    """cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr
+    schur svd tridiagonal""".split()
 )
 _ALIAS = frozenset(
     """name reshape transpose squeeze expand_dims copy copy_p
@@ -59,7 +66,9 @@ def renames(op: Op) -> bool:
     return op.kind in _ALIAS
 
 
-def holds(op: Op, kind: str) -> bool:
-    """Whether an operation of a kind is inside it."""
+def is_any(op: Op, kinds: Collection[str]) -> bool:
+    """Whether it is one of these kinds, or one of them is inside it."""
     bodies = map(graph_of, inner_jaxprs(op))
-    return any(o.kind == kind or holds(o, kind) for body in bodies for o in body.ops)
+    return op.kind in kinds or any(
+        is_any(o, kinds) for body in bodies for o in body.ops
+    )

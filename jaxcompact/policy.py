@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Any, Protocol, get_args
 
 from jaxcompact.codecs import BitMask, Codec, Narrow, Quantized
 from jaxcompact.tensors import Tensor
@@ -48,6 +48,22 @@ class Derivative:
     codec: Codec
     value: Codec | None = None
 
+    def __post_init__(self):
+        _require(self, "codec", Codec)
+        _require(self, "value", Codec | None)
+
+
+def _require(holder: Any, name: str, kinds: Any) -> None:
+    value = getattr(holder, name)
+    if not isinstance(value, kinds):
+        words = " or ".join(
+            "None" if kind is type(None) else kind.__name__
+            for kind in get_args(kinds) or (kinds,)
+        )
+        raise ValueError(
+            f"{name} of {type(holder).__name__} must be {words}, got {value!r}"
+        )
+
 
 Action = Save | Recompute | Derivative | Codec
 
@@ -87,13 +103,16 @@ class Policy:
         rules: Mapping[str, Action] = {},  # noqa: B006 (never written to)
         default: "Action | ChoosesActions" = Recompute(),  # noqa: B008 (frozen)
     ):
+        if not isinstance(rules, Mapping):
+            raise ValueError(f"rules must map names to actions, got {rules!r}")
         for pattern, action in rules.items():
             if not isinstance(pattern, str) or not isinstance(action, Action):
                 raise ValueError(
                     f"rules must map names to Save, Recompute, Derivative or a codec, "
                     f"got {pattern!r}: {action!r}"
                 )
-        if not isinstance(default, Action) and not hasattr(default, "decide"):
+        is_policy = hasattr(default, "decide") and not isinstance(default, type)
+        if not isinstance(default, Action) and not is_policy:
             raise ValueError(f"default must be an action or a policy, got {default!r}")
         object.__setattr__(self, "rules", tuple(rules.items()))
         object.__setattr__(self, "default", default)
@@ -141,6 +160,11 @@ class Compress:
     attention: Save | Recompute | Codec | None = None
     terms: int = 128
 
+    def __post_init__(self):
+        _require(self, "codec", Save | Codec)
+        _require(self, "scores", Save | Codec | None)
+        _require(self, "attention", Save | Recompute | Codec | None)
+
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         if not tensor.floating:
             return self._decide_exact(tensor)
@@ -148,6 +172,8 @@ class Compress:
             if tensor.step:
                 return Derivative(BitMask()), "its derivative is 0 or 1"
             return Recompute(), "elementwise"
+        if tensor.frozen:
+            return Save(), "it is not differentiated"
         if tensor.cheap:
             return Recompute(), "cheap to make again"
         if tensor.fused == "result" and self.attention == Recompute():

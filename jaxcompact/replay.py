@@ -18,12 +18,12 @@ from jax.extend.core import Literal
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, tie
-from jaxcompact.kinds import expensive
+from jaxcompact.kinds import LINEAR_ALGEBRA, expensive, is_any
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
 from jaxcompact.tensors import Tensor, Tensors
 
-_BLOCKS = frozenset(
+_BLOCKS = LINEAR_ALGEBRA | frozenset(
     """custom_vjp_call custom_jvp_call scan while cond remat2 checkpoint
     shard_map""".split()
 )
@@ -109,7 +109,11 @@ class Replay:
         self._trace_backward()
 
     def _decide(self, tensor: Tensor, source: Source) -> tuple[Tensor, Action, str]:
-        tensor = replace(tensor, name=self.prefix + tensor.name)
+        # In a loop's body such an input may be a new array every time.
+        frozen = (
+            tensor.kind == "input" and source not in self.moving and not self.prefix
+        )
+        tensor = replace(tensor, name=self.prefix + tensor.name, frozen=frozen)
         if source in self.keep:
             return tensor, Save(), self.keep[source]
         action, reason = self.policy.decide(tensor)
@@ -238,6 +242,7 @@ class Replay:
             where=op.where,
             statistic=16 * aval.size <= largest,
             fused=self.tensors.found[op.outs[0]].fused,
+            divisor=is_any(op, LINEAR_ALGEBRA),
         )
 
     def _decide_residual(self, source: Residual) -> tuple[Tensor, Action, str]:
@@ -398,19 +403,22 @@ class Replay:
                 action = action.codec if isinstance(source, Slope) else action.value
             self.slots.append(Slot(source, tensor, action, reason))
 
-        count = len(graph.outputs)
+        all_, none = ([x] * len(graph.outputs) for x in (True, False))
         made = [slot.source for slot in self.slots]
-        wanted = [True] * count + [s in made for s in self.sources]
-        self.forward_cut, self.forward_reads = self.forward.cut(wanted)
-        order = [s for s in self.sources if s in made]
-        self.order = [order.index(s) for s in made]
-        wanted = [False] * count + [s in derived for s in self.sources]
-        self.derive, self.derive_reads = self.forward.cut(wanted)
-        order = [s for s in self.sources if s in derived]
-        self.derived = [order.index(s) for s in derived]
+        self.forward_cut, self.forward_reads, self.order = self._cut(all_, made)
+        self.derive, self.derive_reads, self.derived = self._cut(none, derived)
         self.inputs_read = inputs
         used = (i for i, u in enumerate(self.derive_reads) if u)
         self.kept = sorted({*kept, *used})
+
+    def _cut(
+        self, outputs: list[bool], sources: list[Source]
+    ) -> tuple[Program, list[bool], list[int]]:
+        """The forward pass for some outputs and sources, and where each of these is."""
+        asked = set(sources)
+        program, reads = self.forward.cut(outputs + [s in asked for s in self.sources])
+        place = {s: i for i, s in enumerate(s for s in self.sources if s in asked)}
+        return program, reads, [place[s] for s in sources]
 
     # --- running ---
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
-from jaxcompact.kinds import CHEAP, holds
+from jaxcompact.kinds import CHEAP, is_any
 
 
 @dataclass
@@ -76,7 +76,7 @@ def find_attention(
 
     for op in graph.ops:
         inner = None
-        if op.kind == "exp" or (op.kind == "custom_jvp_call" and holds(op, "exp")):
+        if op.kind in ("exp", "custom_jvp_call") and is_any(op, ("exp",)):
             for source in sources(op):
                 add_products(source, set())
         elif op.kind in ("custom_vjp_call", "remat2", "checkpoint"):

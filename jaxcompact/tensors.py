@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxcompact.divisors import find_divisors
 from jaxcompact.graph import Graph, Op, inner_jaxprs
-from jaxcompact.kinds import ELEMENTWISE, NONLINEAR, expensive, renames
+from jaxcompact.kinds import ELEMENTWISE, LINEAR_ALGEBRA, NONLINEAR, expensive, renames
 from jaxcompact.scores import find_attention, is_product
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
@@ -30,12 +30,14 @@ class Tensor:
         name: ``"dot_general.3"``, or what `checkpoint_name` called it; an input has the
             argument's, a residual is ``"custom_vjp_call.0.residual1"``.
         kind: ``"input"`` of the function; ``"op"``, what an expensive operation made;
-            ``"residual"`` of a `jax.custom_vjp` op; ``"mask"``, booleans; ``"choice"``,
-            which entries a max, a sort, a pooling took; ``"function"``, an elementwise
-            nonlinear function of one tensor.
+            ``"residual"`` that a `jax.custom_vjp` op or a loop keeps; ``"mask"``,
+            booleans; ``"choice"``, which entries a max, a sort, a pooling took;
+            ``"function"``, an elementwise nonlinear function of one tensor.
         shape: its shape.
         dtype: its dtype.
         where: the line that made it, ``"mlp.py:41"``.
+        frozen: an input that is not differentiated: data, a mask, a table. Kept by
+            reference it takes no memory while its owner lives.
         cheap: it is made of other candidates without an expensive operation.
         discrete: what it is made of is rounded away: made again from decoded values it
             could come out different.
@@ -44,7 +46,8 @@ class Tensor:
             the tokens lie; else None.
         fused: "operand" or "result" of an attention that keeps its softmax's
             normalization for its backward pass; None for all others.
-        divisor: others are divided by it, or a logarithm or root is taken of it.
+        divisor: others are divided by it, a logarithm or root is taken of it, or it
+            belongs to a matrix factorization or solve.
         terms: for the product of two activations, the number of terms summed up.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp).
@@ -55,6 +58,7 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: Any
     where: str = ""
+    frozen: bool = False
     cheap: bool = False
     discrete: bool = False
     limit: int | None = None
@@ -137,14 +141,14 @@ class Tensors:
         made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:
             tensor, op = self.found[value], made_by.get(value)
+            kind = op.kind if op else None
             self.found[value] = replace(
                 tensor,
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
-                divisor=value in divisors,
+                divisor=value in divisors or kind in LINEAR_ALGEBRA,
                 # A softmax over segments is then normalized as its terms are rounded.
-                cheap=tensor.cheap
-                or (value in divisors and op is not None and op.kind == "scatter-add"),
+                cheap=tensor.cheap or (value in divisors and kind == "scatter-add"),
             )
 
     def _add(self, value: int, **fields: Any) -> None:

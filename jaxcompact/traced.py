@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, on_host, read, tie
+from jaxcompact.graph import (
+    Graph,
+    Op,
+    graph_of,
+    inner_jaxprs,
+    on_host,
+    read,
+    tie,
+    zeros,
+)
 from jaxcompact.policy import ChoosesActions, Save
 from jaxcompact.replay import Replay, Slot
 from jaxcompact.tensors import Tensors
@@ -160,9 +169,9 @@ class Plan:
         """The cotangents that the backward pass takes, of all outputs'."""
         return [_instantiated(cts[i]) for i in self.replay.active]
 
-    def nothing(self) -> list[list[jax.Array]]:
+    def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
-        return [store.nothing() for store in self.stores]
+        return jax.tree.map(zeros, jax.eval_shape(self.forward, *inputs)[1])
 
     def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
         wrt = set(self.replay.wrt)
@@ -194,7 +203,7 @@ class _Store:
     seed: int
     tree: Any
     leaves: list[Any]
-    dtype: Any
+    aval: Any
     as_bits: bool
 
     @classmethod
@@ -203,17 +212,7 @@ class _Store:
         codec = None if isinstance(slot.action, Save) else slot.action
         seed = zlib.crc32(slot.tensor.name.encode())
         leaves, tree = jax.tree.flatten(aval if codec is None else _stored(codec, aval))
-        return cls(codec, seed, tree, leaves, aval.dtype, as_bits)
-
-    def nothing(self) -> list[jax.Array]:
-        """Zeros in the place of what `encode` makes."""
-
-        def zeros(leaf: Any) -> jax.Array:
-            bits = self.as_bits and not on_host(leaf)
-            x = jnp.zeros(leaf.shape, _bits_of(leaf.dtype) if bits else leaf.dtype)
-            return jax.device_put(x, jax.memory.Space.Host) if on_host(leaf) else x
-
-        return list(map(zeros, self.leaves))
+        return cls(codec, seed, tree, leaves, aval, as_bits)
 
     def encode(self, x: jax.Array) -> list[jax.Array]:
         leaves = [x]
@@ -225,7 +224,12 @@ class _Store:
         pairs = zip(leaves, self.leaves, strict=True)
         leaves = [_from_bits(leaf, aval.dtype) for leaf, aval in pairs]
         x = jax.tree.unflatten(self.tree, leaves)
-        return x if self.codec is None else _decode(self.codec, x).astype(self.dtype)
+        if self.codec is None:
+            return x
+        x, sharding = _decode(self.codec, x).astype(self.aval.dtype), self.aval.sharding
+        # Groups that lie on several devices are gathered.
+        same = jax.typeof(x).sharding.spec == sharding.spec
+        return x if same else jax.sharding.reshard(x, sharding)
 
 
 # Layers after the first find these traced.
@@ -289,7 +293,7 @@ def _switch_forward(branches: tuple[Traced, ...], index: Any, *inputs: Any):
     def branch(plan):
         def forward(*inputs):
             outs, stored = plan.forward(*inputs)
-            return outs, [stored if p is plan else p.nothing() for p in plans]
+            return outs, [stored if p is plan else p.nothing(*inputs) for p in plans]
 
         return forward
 
@@ -336,7 +340,7 @@ def _opened(inputs: Sequence[Any]) -> tuple[tuple[bool, ...], list[Any]]:
 
 
 def _instantiated(ct: Any) -> jax.Array:
-    return jnp.zeros(ct.shape, ct.dtype) if isinstance(ct, SymbolicZero) else ct
+    return zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct
 
 
 def _guard(label: str) -> Callable:

@@ -23,7 +23,8 @@ def distance_from_floor(codec: jc.Codec) -> float:
     )
 
     def gradient(shift):
-        return jax.grad(lambda w: jnp.sum(block(w, x + shift) * dy))(w)
+        of_both = jax.grad(lambda w, x: jnp.sum(block(w, x) * dy), argnums=(0, 1))
+        return of_both(w, x + shift)[0]  # x is encoded if it is differentiated
 
     shifts = 1e-6 * jax.random.normal(jax.random.key(3), (DRAWS, 1, 1))
     errors = jax.jit(jax.vmap(gradient))(shifts) - (x.T @ dy)[None]

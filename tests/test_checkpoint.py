@@ -1,7 +1,7 @@
 """`jc.checkpoint` composes as `jax.checkpoint` does, and changes nothing if exact."""
 
 import time
-from functools import partial
+from functools import partial, wraps
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +123,13 @@ FUNCTIONS = {
     "cumulative": lambda w, x: jnp.cumsum(jnp.cumprod(x @ w[0], 0), 1),
     "expm": lambda w, x: jax.scipy.linalg.expm(0.1 * (x @ x.T)) @ x @ w[0],
     "linear algebra": lambda w, x: jnp.linalg.cholesky(x @ x.T + jnp.eye(8)) @ x,
+    "factorizations": lambda w, x: (
+        jnp.linalg.svd(x @ w[0], full_matrices=False)[1],
+        jnp.linalg.eigh(x @ x.T)[0],
+        jnp.linalg.qr((x @ w[0]).T)[0],
+        jnp.linalg.solve(x @ x.T + jnp.eye(8), x @ w[1]),
+        jnp.linalg.slogdet(w[2] + jnp.eye(32))[1] * x,
+    ),
     "complex": lambda w, x: jnp.abs(jnp.fft.fft(x @ w[0]) + 1.0),
 }
 by_name = pytest.mark.parametrize("name", FUNCTIONS)
@@ -266,7 +273,143 @@ def test_sharded_over_four_devices(axis_type, policy):
     assert relative(jax.device_get(got), expected) < 1e-3  # as a batch's members
 
 
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda y: jnp.sort(y, axis=1),
+        lambda y: jnp.clip(y, -0.5, 0.5),
+        lambda y: jnp.abs(y).max(axis=1),
+        lambda y: jax.lax.top_k(y, 4)[0],
+    ],
+)
+def test_choices_of_explicitly_sharded_arrays(choose, policy):
+    """A row has 32 columns, a group of 64 lies on two devices."""
+
+    def fun(w, x):
+        return choose(x @ w[0]) ** 2
+
+    small = jc.checkpoint(fun, policy=policy, params=0)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        got = jax.device_get(gradients(small, w, x))
+    limit = 0.1 if policy == LOSSY else ULPS  # the square is read decoded
+    assert relative(got, gradients(fun, W, X)) < limit
+
+
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
+@pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_with_shard_map(inside, name, policy):
+    """The devices' parts of a batch, checkpointed one by one and all at once."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def fun(w, x, positive):
+        if name == "cond":  # a branch that differs by device hangs in plain JAX
+            cases = (lambda: jnp.tanh(x @ w[0]), lambda: jnp.sin(x) @ w[1])
+            return jax.lax.cond(positive, *cases)
+        return jax.tree.leaves(FUNCTIONS[name](w, x))[0]
+
+    def over_devices(fun):
+        spec = PartitionSpec("data")
+        specs = PartitionSpec(), spec, PartitionSpec()
+        return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=spec)
+
+    small = partial(jc.checkpoint, policy=policy, params=0)
+    mapped = over_devices(small(fun)) if inside else small(over_devices(fun))
+    for positive in (True, False):
+        got = gradients(mapped, W, X, jnp.array(positive))
+        exact = gradients(over_devices(fun), W, X, jnp.array(positive))
+        limit = 0.04 if policy == LOSSY else ULPS
+        assert relative(got, exact) < limit
+
+
+def test_inputs_that_are_not_differentiated_are_kept_as_they_are():
+    """A mask of infinities would spoil its groups, and is nobody's residual."""
+    mask = jnp.where(jnp.tril(jnp.ones((8, 8))) > 0, 0.0, -jnp.inf)
+
+    def fun(w, x, mask):
+        q, k, v = (x @ w[i] for i in range(3))
+        return jax.nn.softmax(q @ k.T + mask) @ v
+
+    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+    assert relative(gradients(small, W, X, mask), gradients(fun, W, X, mask)) < 0.04
+    _, backward = jax.vjp(lambda w, x: small(w, x, mask), W, X)
+    assert any(leaf is mask for leaf in jax.tree.leaves(backward))
+    # A rule is obeyed; the infinities are then what the codec makes of them.
+    policy = jc.Policy({"mask": Q8}, default=LOSSY)
+    obeyed = jc.checkpoint(fun, policy=policy, params=0)
+    _, backward = jax.vjp(lambda w, x: obeyed(w, x, mask), W, X)
+    assert not any(leaf is mask for leaf in jax.tree.leaves(backward))
+
+
+def test_infinities_written_into_a_tensor_are_no_residual():
+    def fun(w, x):
+        return jax.nn.softmax((x @ w[0]).at[:, 3].set(-jnp.inf)) @ w[1]
+
+    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+    assert relative(gradients(small, W, X), gradients(fun, W, X)) < 0.04
+
+
 # --- its arguments ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"params": "w"}, "params must be argument numbers or types .* got 'w'"),
+        ({"params": 1.5}, "params must be argument numbers or types .* got 1.5"),
+        ({"params": True}, "params must be argument numbers or types .* got True"),
+        ({"params": (0, None)}, "params must be argument numbers .* got None"),
+        ({"params": 2}, "params must be below the number of arguments 2, got 2"),
+        ({"params": -3}, "params must be below the number of arguments 2, got -3"),
+        ({"params": 1, "static_argnums": 1}, "1 is in params and static_argnums"),
+        ({"policy": jc.Policy}, "policy must be a jaxcompact policy"),
+    ],
+)
+def test_arguments_that_are_none(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jc.checkpoint(lambda x, n: x * n, **arguments)(2.0, 3)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ValueError, match="fun must be a function, got 3"):
+        jc.checkpoint(3)
+    small = jc.checkpoint(lambda *, x: x, params=0)
+    with pytest.raises(ValueError, match="below the number of arguments 0, got 0"):
+        small(x=1.0)
+
+
+def test_static_arguments_of_another_type_are_others():
+    small = jc.checkpoint(lambda n: jnp.array(n), static_argnums=0)
+    assert [small(n).dtype for n in (1, 1.0, True)] == ["int32", "float32", "bool"]
+
+
+def test_a_trace_under_other_settings_is_another():
+    small = jc.checkpoint(lambda x: x @ x)
+
+    def precision():
+        return "HIGHEST" in str(jax.make_jaxpr(lambda x: small(x))(jnp.eye(2)))
+
+    assert not precision()
+    with jax.default_matmul_precision("highest"):
+        assert precision()
+    assert not precision()
+
+
+def test_it_is_a_function_as_any_other():
+    small = jc.checkpoint(mlp, policy=LOSSY, params=0)
+    assert jax.eval_shape(small, W, X).shape == X.shape
+    assert jax.make_jaxpr(small)(W, X).out_avals[0].shape == X.shape
+
+    @wraps(small)
+    def after(w, x):
+        return jnp.sort(small(w, x))
+
+    with pytest.raises(ValueError, match="policy must be given for a function"):
+        jc.explain(after, W, X)
 
 
 def test_arguments_of_all_kinds():
@@ -389,6 +532,9 @@ def test_forward_mode_is_refused_by_name():
     small = jc.checkpoint(mlp, policy=AGAIN)
     with pytest.raises(TypeError, match="checkpoint of 'mlp' .* forward mode"):
         jax.jvp(small, (W, X), (W, X))
+    unnamed = jc.checkpoint(lambda x: x * x)
+    with pytest.raises(TypeError, match=r"'lambda at test_checkpoint.py:\d+'"):
+        jax.jvp(unnamed, (X,), (X,))
 
 
 # --- how often it is traced and compiled ---

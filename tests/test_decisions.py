@@ -109,6 +109,23 @@ def test_ties_are_shared_as_the_plain_gradient_shares_them(decide):
     assert errors(lambda w, x: decide(x @ w), w, x) < ULPS
 
 
+@pytest.mark.parametrize(
+    "factorize",
+    [
+        lambda y: jnp.linalg.svd(y, full_matrices=False)[2],
+        lambda y: jnp.linalg.qr(y.T)[0],
+        lambda y: jax.scipy.linalg.lu(y)[2],
+        lambda y: jnp.linalg.eigh(y[:, :8] + y[:, :8].T)[1],
+        lambda y: jnp.linalg.solve(y[:, :8], jnp.ones(8)),
+        lambda y: jnp.linalg.inv(y[:, :8]),
+        lambda y: jnp.linalg.slogdet(y[:, :8])[1],
+    ],
+)
+def test_factorizations_are_not_run_again_on_decoded_matrices(factorize):
+    """Signs, pivots and what is nearly singular would come out otherwise."""
+    assert errors(lambda w, x: factorize(x @ w), W, X) < 100 * ULPS  # conditioned
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_running_extremes(reverse):
     def fun(w, x):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.checkpoint import TRACERS
 from jaxcompact.policy import Compress
 from jaxcompact.tensors import Tensor
 
@@ -23,7 +24,7 @@ def layer(w, x):
 def actions(fun, policy, *args, params=0):
     """Name -> action and reason."""
     wrapped = jc.checkpoint(fun, policy=policy, params=params)
-    traced, inputs = wrapped.trace(args, {})
+    traced, inputs = TRACERS[wrapped](args, {})
     plan = traced.plan((True,) * len(inputs))
     return {t.name: (action, why) for t, action, why in plan.replay.chosen.values()}
 
@@ -69,6 +70,8 @@ def test_changing_the_rules_afterwards_changes_nothing():
         ({"a": jc.policies.int4()}, Q4, "rules must map names"),
         ({3: Q4}, Q4, "rules must map names .* got 3"),
         ({}, "int4", "default must be an action or a policy, got 'int4'"),
+        ([], Q4, r"rules must map names to actions, got \[\]"),
+        ({}, jc.Policy, "default must be an action or a policy, got <class"),
         ({}, None, "default must be an action or a policy, got None"),
     ],
 )
@@ -83,6 +86,28 @@ def test_what_is_no_policy_is_refused(rules, default, message):
 def test_checkpoint_refuses_what_is_no_policy(policy):
     with pytest.raises(ValueError, match="policy must be a jaxcompact policy, got"):
         jc.checkpoint(layer, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jc.policies.uniform(8), "codec of Compress must be .* Codec, got 8"),
+        (
+            lambda: jc.policies.compress(jc.Quantized),
+            "codec of Compress must be Save or",
+        ),
+        (lambda: jc.Derivative(4), "codec of Derivative must be Codec, got 4"),
+        (
+            lambda: jc.Derivative(Q4, 8),
+            "value of Derivative must be Codec or None, got",
+        ),
+        (lambda: Compress(Q4, scores=8), "scores of Compress must be .*None, got 8"),
+        (lambda: Compress(Q4, attention=8), "attention of Compress must be .* got 8"),
+    ],
+)
+def test_what_is_no_codec_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
 
 
 # --- which rule decides ---

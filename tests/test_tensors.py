@@ -8,6 +8,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
+from jaxcompact.checkpoint import TRACERS
 from jaxcompact.graph import graph_of
 from jaxcompact.tensors import Tensors
 
@@ -19,7 +20,7 @@ X = S((8, 16), jnp.float32)
 def candidates(fun, *args, params=0, **kwargs):
     """Name -> `Tensor`, of a function whose first argument is its parameters."""
     wrapped = jc.checkpoint(fun, policy=jc.Policy(), params=params)
-    traced, _ = wrapped.trace(args, kwargs)
+    traced, _ = TRACERS[wrapped](args, kwargs)
     found = Tensors(traced.graph, traced.names, traced.known).found.values()
     names = [tensor.name for tensor in found]
     assert len(set(names)) == len(names), names
@@ -153,7 +154,7 @@ def test_without_params_inputs_are_candidates_that_are_kept():
     wrapped = jc.checkpoint(
         lambda w, x: jnp.tanh(x @ w), policy=jc.policies.int8(), params=None
     )
-    traced, _ = wrapped.trace((W, X), {})
+    traced, _ = TRACERS[wrapped]((W, X), {})
     replay = traced.plan((True, True)).replay
     chosen = {tensor.name: action for tensor, action, _ in replay.chosen.values()}
     assert chosen["w"] == chosen["x"] == jc.Save()
@@ -324,6 +325,8 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again():
         lambda x, y: x * jax.lax.rsqrt(y.astype(jnp.bfloat16)).astype(jnp.float32),
         lambda x, y: x * y**-2,
         lambda x, y: x / y[jnp.arange(8) % 3],
+        lambda x, y: jnp.hypot(x, y),
+        lambda x, y: x * jax.scipy.special.logit(y),
         # distances: of pairs of points, and of points in three dimensions
         lambda x, y: (
             x[:, :8] * jnp.sqrt((x * x).sum(-1)[:, None] + 4.0 - 2.0 * y[:, :8])
@@ -332,8 +335,22 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again():
     ],
 )
 def test_what_is_divided_by(use):
-    found = candidates(lambda w, x: use(x, x @ w), W, X)
+    found = candidates(lambda w, x: use(jnp.sin(x), x @ w), W, X)
     assert [n for n, t in found.items() if t.divisor] == ["dot_general.0"]
+
+
+def test_matrices_of_solves_and_factorizations_are_divisors():
+    def solve(w, x):
+        y = x @ w
+        return jax.scipy.linalg.solve_triangular(y[:, :8], y[:, 8:])
+
+    found = candidates(solve, W, X)
+    assert [n for n, t in found.items() if t.divisor] == [
+        "dot_general.0",
+        "triangular_solve.0",
+    ]
+    found = candidates(lambda w, x: jnp.linalg.qr(x @ w), W, X)
+    assert [n for n, t in found.items() if t.divisor] == ["qr.0.0", "qr.0.1"]
 
 
 @pytest.mark.parametrize(
