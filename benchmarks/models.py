@@ -38,7 +38,7 @@ from jaxcompact.checkpoint import TRACERS  # noqa: E402
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RESULTS = ROOT / "benchmarks" / "results" / "models.jsonl"
-SEEDS = (0, 1, 2)
+SEEDS = {"vit": 10}  # 3 for all others, whose accuracies differ less by seed
 POLICIES = {"int8": jc.policies.int8(), "int4": jc.policies.int4()}
 Batch = tuple[Any, jax.Array, jax.Array]  # inputs, labels, weights of the labels
 
@@ -456,7 +456,8 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
     places = {slot.tensor.name: k for k, slot in enumerate(plan.replay.slots)}
     inputs_at = {plan.replay.graph.inputs[i]: k for k, i in enumerate(plan.replay.kept)}
     squares = []
-    for slot in plan_of(small)[0].replay.slots:
+    real = plan_of(small)[0]
+    for slot in real.replay.slots:
         if not isinstance(slot.action, jc.Quantized):
             continue
         other_kept, other = list(kept), list(stored)
@@ -469,12 +470,16 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
             k = inputs_at[slot.source]
             other_kept[k] = slot.action.decode(slot.action.encode(kept[k]))
         squares.append(jnp.sum((backward(other_kept, other) - start) ** 2))
-    said = jc.explain(small, *args)
+    exact_bytes = {s.tensor.name: s.tensor.nbytes for s in real.replay.slots}
     return {
         "error": float(measured),
         "predicted": float(jnp.sqrt(sum(squares)) / norm),
-        "stored": said.stored,
-        "exact": said.exact,
+        "stored": sum(
+            leaf.size * leaf.dtype.itemsize
+            for store in real.stores
+            for leaf in store.leaves
+        ),
+        "exact": sum(exact_bytes.values()),
     }
 
 
@@ -490,13 +495,13 @@ def rows() -> list[dict]:
 def run(data: Path, names: list[str]) -> None:
     done = {(r["model"], r["policy"], r["seed"]) for r in rows()}
     for name in names:
-        for seed in SEEDS:
+        for seed in range(SEEDS.get(name, 3)):
             for label, policy in {"exact": None, **POLICIES}.items():
                 if (name, label, seed) in done:
                     continue
                 start, task = time.perf_counter(), MODELS[name](data, seed)
                 row = {"model": name, "policy": label, "seed": seed}
-                if policy is not None and seed == SEEDS[0]:
+                if policy is not None and seed == 0:
                     row |= gradient(task, policy)
                 row |= train(task, policy, seed)
                 row["seconds"] = round(time.perf_counter() - start)
@@ -516,7 +521,7 @@ def table() -> None:
     order = {key: i for i, key in enumerate(MODELS)}
     for name, label in sorted(found, key=lambda key: order[key[0]]):
         group = found[name, label]
-        exact, first = found[name, "exact"], group[SEEDS[0]]
+        exact, first = found[name, "exact"], group[0]
 
         def mean(of: Callable[[dict, dict], float], form: str = "+.2f") -> str:
             pairs = [(row, exact[seed]) for seed, row in group.items()]  # noqa: B023
