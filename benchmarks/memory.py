@@ -1,146 +1,346 @@
-"""Peak memory of a training step on a GPU that need not be here, as JSON rows.
+"""Peak memory of training steps on GPUs that need not be here.
 
-    python benchmarks/memory.py --model 350m --batch 128 --seq 256 --checkpoint int4
+    python benchmarks/memory.py --model 350m --batch 128 --seq 256 --device h200 \\
+        --method exact,remat,compact,int4,compact+int4 --json --plot peak.png
+    python benchmarks/memory.py all      # the rows of docs/results.md, 10 minutes
+    python benchmarks/memory.py all --full                                # an hour
     python benchmarks/memory.py table
 
-Each step is compiled for the card on a CPU: the peak is that of the program's buffers.
-Needs jax's CUDA plugin and cuDNN, of jax's own version, but no driver and no card:
-pip install "jax[cuda13]" (or jax-cuda13-plugin, jax-cuda13-pjrt, nvidia-cudnn-cu13).
-Counted with it are the matrix products and the attention calls of the program: whoever
-recomputes has more of them. Rows are also appended to benchmarks/results/memory.jsonl.
+A method is an optimizer's (exact, compact, galore), a checkpoint policy's (remat, dots,
+int8, int4, ...) or both, with a +. On several devices parameters, moments and tokens
+are sharded over all of them. Each step is compiled for the card, not run
+(`jaxcompact.memory`): pip install ".[train,memory]". Compiles are cached.
 """
 
 import argparse
-import collections
+import itertools
 import json
 import os
-import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks/results/memory.jsonl"
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "--measure" not in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from jax.experimental import topologies  # noqa: E402
 from step import provenance  # noqa: E402
 
 from configs import MODELS  # noqa: E402
+from jaxcompact import memory  # noqa: E402
 from methods import CHECKPOINT, Method  # noqa: E402
 from training import Training  # noqa: E402
 
+RANK = 0.25  # of compact and galore
+KEYS = ("table", "model", "batch", "seq", "devices", "device", "method")
+# Which rows docs/results.md has: (models, batch x seq, devices, methods).
+POLICIES = ("exact", "dots_no_batch", "int8", "int4", "int3", "uniform4", "offload")
+COMPACT = ("compact", "compact+int4", "compact+int3", "compact+remat")
+PEAKS = [
+    ("350m", 128, 256, 1, (*POLICIES, "int4_attention", "remat", "galore", *COMPACT)),
+    ("1b", 32, 1024, 1, ("exact", "dots_no_batch", "int4", "int3", "remat", *COMPACT)),
+]
+PEAKS_FULL = [
+    (model, 2**15 // seq, seq, devices, (*POLICIES, "remat", "galore", *COMPACT))
+    for (model, devices), seq in itertools.product(
+        (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
+    )
+]
+# CompAct's Table 3 and Figure 1; a batch of 128 x 256 on each device.
+FIGURE = ("exact", "galore", "compact", "remat", "int4", "compact+int4")
+SIZES = [(m, 128, 256, 1, FIGURE) for m in ("60m", "130m", "350m", "1b")]
+SIZES_FULL = [
+    ("7b", 128 * 8, 256, 8, FIGURE),
+    ("13b", 128 * 8, 256, 8, FIGURE),
+    ("70b", 32 * 64, 256, 64, FIGURE),
+]
+BUDGETS = {"16 GB": 16, "32 GB": 32, "80 GB": 80, "141 GB": 141}
+BATCHES = ("exact", "dots_no_batch", "remat", "int4", "compact+int4", "offload")
+
 
 def main() -> None:
-    if sys.argv[1:] == ["table"]:
+    if sys.argv[1:2] == ["table"]:
         table()
-        return
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    elif sys.argv[1:2] == ["all"]:
+        everything(full="--full" in sys.argv)
+    else:
+        chosen()
+
+
+def chosen() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="also: memory.py all [--full], and memory.py table",
+    )
     parser.add_argument("--model", choices=MODELS, default="350m")
-    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=128, help="of all devices")
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--dtype", default="bfloat16", help="of compute and parameters")
-    parser.add_argument("--method", default="exact", help="exact or compact, or both")
+    parser.add_argument("--device", default="h200", help=", ".join(memory.devices()))
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--method", default="exact", help=f"of {', '.join(names())}")
+    parser.add_argument("--json", action="store_true", help="one JSON row a line")
+    parser.add_argument("--plot", type=Path, help="writes a bar chart of what it is")
     parser.add_argument(
-        "--checkpoint", default="none", help=f"of {', '.join(CHECKPOINT)}"
+        "--measure", action="store_true", help="on the GPU here as well"
     )
-    parser.add_argument("--rank", type=float, default=0.25, help="of compact")
     arguments = parser.parse_args()
-    for name in arguments.method.split(","):
-        for policy in arguments.checkpoint.split(","):
-            rank = {"rank": arguments.rank} if name == "compact" else {}
-            row = measure(Method(name, checkpoint=policy, **rank), arguments)
-            print(json.dumps(row), flush=True)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    rows = []
+    for method in arguments.method.split(","):
+        setting = arguments.model, arguments.batch, arguments.seq, arguments.devices
+        rows.append(
+            measure(
+                *setting,
+                method,
+                arguments.device,
+                arguments.dtype,
+                run=arguments.measure,
+            )
+        )
+        if arguments.json:
+            print(json.dumps(rows[-1]), flush=True)
+    if not arguments.json:
+        print(markdown(rows))
+    if arguments.plot:
+        plot(rows, arguments.plot)
 
 
-def measure(method: Method, arguments: argparse.Namespace) -> dict:
-    start = time.perf_counter()
-    dtype = jnp.dtype(arguments.dtype)
+def names() -> list[str]:
+    return ["exact", "compact", "galore", "remat", *list(CHECKPOINT)[1:]]
+
+
+def parse(name: str) -> Method:
+    """``"compact+int4"``."""
+    fields: dict[str, str] = {}
+    for part in name.split("+"):
+        key = "name" if part in ("exact", "compact", "galore") else "checkpoint"
+        value = "nothing" if part == "remat" else part
+        if part not in names() or key in fields:
+            raise SystemExit(f"--method is of {', '.join(names())}, got {name!r}")
+        fields[key] = value
+    return Method(**fields, rank=RANK)
+
+
+def make_step(
+    model: str,
+    batch: int,
+    seq: int,
+    devices: int,
+    method: str,
+    dtype: str = "bfloat16",
+    device: str = "h200",
+):
+    """The jitted step and its abstract arguments."""
+    kind = jnp.dtype(dtype)
     training = Training(
-        MODELS[arguments.model],
-        method,
+        MODELS[model],
+        parse(method),
         optax.constant_schedule(1e-4),
-        dtype=dtype,
-        param_dtype=dtype,
-        attention="cudnn" if dtype.itemsize == 2 else "xla",
+        dtype=kind,
+        param_dtype=kind,
+        attention="cudnn" if kind.itemsize == 2 and "tpu" not in device else "xla",
     )
-    tokens = jax.ShapeDtypeStruct((1, arguments.batch, arguments.seq + 1), jnp.int32)
-    compiled = compile_for("h200", training.step, (training.abstract, tokens))
-    analysis, text = compiled.memory_analysis(), compiled.as_text()
-    return {
-        "model": arguments.model,
-        "batch": arguments.batch,
-        "seq": arguments.seq,
-        "dtype": arguments.dtype,
-        "method": method.name
-        + (f" n*{method.rank}" if method.name == "compact" else ""),
-        "checkpoint": method.checkpoint,
-        "peak_bytes": analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - analysis.alias_size_in_bytes,
-        "argument_bytes": analysis.argument_size_in_bytes,
-        **operations(text),
-        "compile_s": round(time.perf_counter() - start, 1),
+    tokens = jax.ShapeDtypeStruct((1, batch, seq + 1), jnp.int32)
+    args = training.abstract, tokens
+    if devices > 1:
+        mesh = jax.sharding.AbstractMesh((devices,), ("data",))
+        state = jax.tree.map(lambda x: _sharded(x, _widest(x, devices), mesh), args[0])
+        args = state, _sharded(tokens, 1, mesh)
+    return jax.jit(training.step, donate_argnums=0), args
+
+
+def _widest(x: jax.ShapeDtypeStruct, devices: int) -> int | None:
+    """The longest axis that divides; of stacked layers not the first."""
+    first = 1 if x.ndim > 2 else 0
+    axes = [i for i in range(first, x.ndim) if x.shape[i] % devices == 0]
+    return max(axes, key=lambda i: x.shape[i], default=None)
+
+
+def _sharded(x: jax.ShapeDtypeStruct, axis: int | None, mesh) -> jax.ShapeDtypeStruct:
+    spec = [None] * x.ndim
+    if axis is not None:
+        spec[axis] = "data"
+    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def measure(
+    model: str,
+    batch: int,
+    seq: int,
+    devices: int,
+    method: str,
+    device: str = "h200",
+    dtype: str = "bfloat16",
+    run: bool = False,
+) -> dict:
+    start = time.perf_counter()
+    step, args = make_step(model, batch, seq, devices, method, dtype, device)
+    found = memory.peak(step, *args, device=device)
+    row = {
+        "model": model,
+        "batch": batch,
+        "seq": seq,
+        "dtype": dtype,
+        "devices": devices,
+        "method": method,
+        "peak_bytes": found.peak_bytes,
+        "host_bytes": found.host_bytes,
+        "breakdown": found.breakdown,
+        **found.operations,
+        "seconds": round(time.perf_counter() - start, 1),
         **provenance(),
-        "device": "NVIDIA H200, compiled for without a card",
+        "device": device,
     }
+    if run:
+        row["measured_bytes"] = memory.measure(step, *args)
+    return row
 
 
-def compile_for(card: str, step, arguments: tuple):
-    """``step``, whose first argument is donated, compiled for a card."""
-    target = (ROOT / f"benchmarks/targets/{card}.txtpb").read_text()
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=target
-    )
-    mesh = jax.sharding.Mesh(np.array(topology.devices), ("data",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.P())
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        traced = jax.jit(step, donate_argnums=0).trace(*arguments)
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+# --- the rows of docs/results.md ---
 
 
-def operations(text: str) -> dict[str, int]:
-    """Matrix products and attention calls of a compiled program; a loop's body once."""
-    counts = collections.Counter(re.findall(r'custom_call_target="([^"]+)"', text))
-    matmuls = sum(n for target, n in counts.items() if "cublas" in target)
-    matmuls += len(re.findall(r"__triton_gemm|__triton_nested_gemm", text))
-    backwards = sum(
-        n for target, n in counts.items() if "fmha" in target and "Backward" in target
-    )
-    forwards = sum(n for target, n in counts.items() if "fmha" in target) - backwards
-    return {
-        "matmuls": matmuls,
-        "attention_forwards": forwards,
-        "attention_backwards": backwards,
-    }
+def everything(full: bool) -> None:
+    done = {tuple(row.get(k) for k in KEYS) for row in rows_of_file()}
+
+    def keep(name: str, row: dict) -> None:
+        row = {"table": name, **row}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {k: row[k] for k in (*KEYS, "peak_bytes") if k in row}
+        print(json.dumps(shown), flush=True)
+
+    groups = {"sizes": SIZES, "peaks": PEAKS}
+    if full:
+        groups = {"sizes": SIZES + SIZES_FULL, "peaks": PEAKS + PEAKS_FULL}
+    for name, settings in groups.items():
+        for *setting, methods in settings:
+            for method in methods:
+                if (name, *setting, "h200", method) not in done:
+                    keep(name, measure(*setting, method))
+    for model, seq, budgets in (("350m", 256, BUDGETS), ("1b", 1024, BUDGETS)):
+        for method, (name, size) in itertools.product(BATCHES, budgets.items()):
+            key = ("batches", model, None, seq, 1, name, method)
+            if key not in done and (full or (model, size) == ("350m", 16)):
+                keep("batches", largest(model, seq, method, name))
+
+
+def largest(model: str, seq: int, method: str, budget: str) -> dict:
+    """The largest batch in a budget; none if a batch of 1 is too large."""
+    row = {"model": model, "seq": seq, "devices": 1, "method": method}
+    try:
+        found = memory.largest_batch(
+            lambda batch: make_step(model, batch, seq, 1, method), budget=budget
+        )
+        answer = {"largest_batch": found.batch, "peak_bytes": found.peak.peak_bytes}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        answer = {"largest_batch": 0, "peak_bytes": None}
+    return row | answer | provenance() | {"device": budget}
+
+
+def rows_of_file() -> list[dict]:
+    if not RESULTS.exists():
+        return []
+    return list(map(json.loads, RESULTS.read_text().splitlines()))
+
+
+# --- tables and plots ---
 
 
 def table() -> None:
-    rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    latest = {
-        (r["model"], r["batch"], r["seq"], r["method"], r["checkpoint"]): r
-        for r in rows
-    }
-    print("| model, tokens | method | checkpoint | peak GiB | matmuls | attention |")
-    print("|---|---|---|---|---|---|")
-    for (model, batch, seq, method, checkpoint), row in latest.items():
-        print(
-            f"| {model}, {batch} x {seq} | {method} | {checkpoint} "
-            f"| {row['peak_bytes'] / 2**30:.2f} | {row['matmuls']} "
-            f"| {row['attention_forwards']} + {row['attention_backwards']} |"
+    rows = {tuple(row.get(k) for k in KEYS): row for row in rows_of_file()}
+    for name in ("sizes", "peaks"):
+        found = [row for row in rows.values() if row["table"] == name]
+        order = {(*s[:4], m): i for i, s in enumerate(_settings(name)) for m in s[4]}
+        found.sort(
+            key=lambda r: order.get(
+                (r["model"], r["batch"], r["seq"], r["devices"], r["method"]), 99
+            )
         )
+        print(markdown(found), end="\n\n")
+    print(batches([row for row in rows.values() if row["table"] == "batches"]))
+
+
+def _settings(name: str) -> list:
+    return SIZES + SIZES_FULL if name == "sizes" else PEAKS + PEAKS_FULL
+
+
+def markdown(rows: Sequence[dict]) -> str:
+    kinds = [k for k in memory.KINDS if any(r["breakdown"][k] for r in rows)]
+    head = ["model, tokens", "method", "peak GiB", *kinds, "matmuls", "attention"]
+    measured = any("measured_bytes" in row for row in rows)
+    lines = [head + ["measured"] * measured, ["---"] * (len(head) + measured)]
+    for row in rows:
+        several = f" on {row['devices']}" if row["devices"] > 1 else ""
+        cells = [
+            f"{row['model']}, {row['batch']} x {row['seq']}{several}",
+            row["method"],
+            f"{row['peak_bytes'] / 2**30:.2f}",
+            *(f"{row['breakdown'][kind] / 2**30:.2f}" for kind in kinds),
+            str(row["matmuls"]),
+            f"{row['attention_forwards']} + {row['attention_backwards']}",
+        ]
+        if measured:
+            cells.append(f"{row['measured_bytes'] / 2**30:.2f}")
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def batches(rows: Sequence[dict]) -> str:
+    lines = [["model, tokens", "method", *BUDGETS], ["---"] * (2 + len(BUDGETS))]
+    found = {(r["model"], r["seq"], r["method"], r["device"]): r for r in rows}
+    for model, seq, method in dict.fromkeys(key[:3] for key in found):
+        cells = [f"{model}, n x {seq}", method]
+        for budget in BUDGETS:
+            row = found.get((model, seq, method, budget))
+            exact = found.get((model, seq, "exact", budget))
+            text = "" if row is None else str(row["largest_batch"])
+            if row and exact and exact["largest_batch"] and method != "exact":
+                text += f" ({row['largest_batch'] / exact['largest_batch']:.1f}x)"
+            cells.append(text)
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(rows: Sequence[dict], path: Path) -> None:
+    """A bar for each row, of what its peak is made of."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    labels = [
+        f"{row['model']}\n{row['method']}" if len({r["model"] for r in rows}) > 1
+        else row["method"]
+        for row in rows
+    ]  # fmt: skip
+    figure, axes = plt.subplots(figsize=(1.5 + 0.9 * len(rows), 4.5))
+    bottom = [0.0] * len(rows)
+    colors = plt.get_cmap("tab10").colors
+    for kind, color in zip(memory.KINDS, colors, strict=False):
+        heights = [row["breakdown"][kind] / 2**30 for row in rows]
+        if max(heights) > 0:
+            axes.bar(labels, heights, bottom=bottom, label=kind, color=color)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    for i, total in enumerate(bottom):
+        axes.text(i, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
+    first = rows[0]
+    card = memory.devices()[first["device"]].name
+    several = f", each of {first['devices']}" if first["devices"] > 1 else ""
+    axes.set_title(f"{first['batch']} x {first['seq']} tokens, {card}{several}")
+    axes.set_ylabel("peak, GiB")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Train neural networks in a fraction of the memory."""
 
+from jaxcompact import memory as memory
 from jaxcompact import policies as policies
 from jaxcompact.checkpoint import checkpoint as checkpoint
 from jaxcompact.codecs import BitMask as BitMask

@@ -184,8 +184,9 @@ class Plan:
         return outs, stored
 
     def _backward(self, kept, stored, cts) -> list[Any]:
-        if self.traced.prevent_cse:  # or XLA decodes early
-            kept, stored, cts = tie((kept, stored, cts))
+        if self.traced.prevent_cse:
+            # Or XLA decodes early, and drops a copy to the host that is copied back.
+            kept, stored, cts = jax.lax.optimization_barrier((kept, stored, cts))
         pairs = zip(self.stores, stored, strict=True)
         values = [store.decode(leaves) for store, leaves in pairs]
         return self.replay.run_backward(kept, values, cts)

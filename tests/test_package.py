@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Imports point to lower layers only. A new module of jaxcompact needs a place here.
 LAYERS = (
     {"kernels"},
-    {"codecs", "graph", "paths"},
+    {"codecs", "graph", "paths", "memory"},
     {"projection", "kinds", "choices"},
     {"linear", "limiter", "scores", "divisors", "program"},
     {"subspace", "tensors"},
@@ -29,6 +29,8 @@ LAYERS = (
     {"explain"},
     {"optimizers"},
     {"nnx", "linen"},
+    {"cli"},
+    {"__main__"},
 )
 NEEDS = {"jax", "flax", "optax", "numpy", "jaxcompact"}  # numpy comes with jax
 EXTRAS = """orbax tokenizers safetensors zstandard pyarrow matplotlib tensorboardX

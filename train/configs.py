@@ -80,4 +80,6 @@ MODELS = {
     "350m": ModelConfig(width=1024, ff=2736, layers=24, heads=16),
     "1b": ModelConfig(width=2048, ff=5461, layers=24, heads=32),
     "7b": ModelConfig(width=4096, ff=11008, layers=32, heads=32),
+    "13b": ModelConfig(width=5120, ff=13824, layers=40, heads=40),
+    "70b": ModelConfig(width=8192, ff=28672, layers=80, heads=64, kv_heads=8),
 }

@@ -96,11 +96,12 @@ def _forward(hidden_cbtd, kernel_dv, targets_cbt):
         total, dw_dv = carry
         hidden_btd, targets_bt = inputs
         logits_btv, lse_bt, losses_bt = _cross_entropy(hidden_btd, w_dv, targets_bt)
-        hit_btv = jax.nn.one_hot(targets_bt, vocab, dtype=jnp.float32)
-        dlogits_btv = jnp.exp(logits_btv - lse_bt[..., None]) - hit_btv
-        dlogits_btv *= jnp.where(targets_bt >= 0, weight, 0)[..., None]
-        # In the computation's dtype: both products below are then fast ones.
-        dlogits_btv = dlogits_btv.astype(dtype)
+        with jax.named_scope("logits"):
+            hit_btv = jax.nn.one_hot(targets_bt, vocab, dtype=jnp.float32)
+            dlogits_btv = jnp.exp(logits_btv - lse_bt[..., None]) - hit_btv
+            dlogits_btv *= jnp.where(targets_bt >= 0, weight, 0)[..., None]
+            # In the computation's dtype: both products below are then fast ones.
+            dlogits_btv = dlogits_btv.astype(dtype)
         dhidden_btd = jnp.einsum("btv,dv->btd", dlogits_btv, w_dv)
         dw_dv += jnp.einsum(
             "btd,btv->dv", hidden_btd, dlogits_btv, preferred_element_type=jnp.float32
@@ -123,6 +124,7 @@ def _backward(residuals, dloss):
 _mean_loss.defvjp(_forward, _backward)
 
 
+@jax.named_scope("logits")
 def _cross_entropy(hidden_btd, kernel_dv, targets_bt):
     """Logits, their log-sum-exp, and the loss of each target, 0 for one left out."""
     logits_btv = jnp.matmul(hidden_btd, kernel_dv, preferred_element_type=jnp.float32)

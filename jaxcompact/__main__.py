@@ -1,0 +1,3 @@
+from jaxcompact.cli import main
+
+main()

@@ -1,0 +1,108 @@
+"""python -m jaxcompact: what a training step takes, before a card is rented."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxcompact import memory
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m jaxcompact", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_memory(commands)
+    arguments = parser.parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, ImportError, NotImplementedError) as error:
+        sys.exit(f"{parser.prog} {arguments.command}: {error}")
+
+
+def _add_memory(commands: Any) -> None:
+    command = commands.add_parser(
+        "memory",
+        help="peak memory of a step on a GPU that is not here",
+        description="Compiles a training step for a card and says what it takes. "
+        "Needs no card, but jaxcompact[memory].",
+        epilog="example: python -m jaxcompact memory my_module:make_step --device a100",
+    )
+    command.add_argument(
+        "make_step",
+        metavar="MODULE:FUNCTION",
+        help="make_step() -> (step, args): a jitted function and its arguments, "
+        "jax.ShapeDtypeStructs or arrays; with --largest-batch, make_step(batch)",
+    )
+    cards = ", ".join(memory.devices())
+    command.add_argument("--device", default="h200", help=f"{cards} (default: h200)")
+    command.add_argument("--batch", type=int, help="calls make_step(batch)")
+    command.add_argument(
+        "--largest-batch", action="store_true", help="searches the largest that fits"
+    )
+    command.add_argument(
+        "--budget", help='for --largest-batch: "16GiB"; default: the whole card'
+    )
+    command.add_argument(
+        "--multiple", type=int, default=1, help="of which batches are multiples"
+    )
+    command.add_argument(
+        "--measure",
+        action="store_true",
+        help="runs the step on the GPU that is here as well, with zeros",
+    )
+    command.add_argument("--json", action="store_true", help="one JSON object")
+    command.set_defaults(run=_memory)
+
+
+def _memory(arguments: argparse.Namespace) -> None:
+    if not arguments.measure:
+        jax.config.update("jax_platforms", "cpu")
+    make_step = _imported(arguments.make_step)
+    if arguments.largest_batch:
+        found = memory.largest_batch(
+            make_step,
+            device=arguments.device,
+            budget=arguments.budget,
+            multiple=arguments.multiple,
+        )
+        _show(found, dataclasses.asdict(found), arguments.json)
+        return
+    if arguments.budget is not None:
+        raise ValueError("--budget goes with --largest-batch")
+    made = make_step() if arguments.batch is None else make_step(arguments.batch)
+    step, args = _pair(made, arguments.make_step)
+    found = memory.peak(step, *args, device=arguments.device)
+    row = dataclasses.asdict(found) | {"breakdown": found.breakdown}
+    text = str(found)
+    if arguments.measure:
+        row["measured_bytes"] = memory.measure(step, *args)
+        text += f"\nmeasured: {row['measured_bytes'] / 2**30:.2f} GiB"
+    _show(text, row, arguments.json)
+
+
+def _imported(name: str) -> Callable:
+    module, _, function = name.partition(":")
+    if not module or not function:
+        raise ValueError(f"expected MODULE:FUNCTION, got {name!r}")
+    sys.path.insert(0, os.getcwd())
+    found = importlib.import_module(module)
+    try:
+        return getattr(found, function)
+    except AttributeError:
+        raise ValueError(f"{module} has no {function!r}") from None
+
+
+def _pair(made: Any, name: str) -> tuple[Callable, Sequence[Any]]:
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ValueError(f"{name} must return (step, args), got {type(made).__name__}")
+    return made
+
+
+def _show(found: Any, row: dict[str, Any], as_json: bool) -> None:
+    print(json.dumps(row) if as_json else found)

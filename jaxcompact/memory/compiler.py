@@ -1,0 +1,195 @@
+"""Compiles programs for cards that are not here. Needs no driver and no card."""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from jaxcompact.memory.cards import Device
+
+INSTALL = 'pip install "jaxcompact[memory]"'
+_NOISE = (b"cuInit", b"GPU interconnect", b"ptxas", b"TPU", b"InitGoogle", b"libtpu")
+_NOISE += (b"Source Location Trace",)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program.
+
+    Attributes:
+        stats: its `memory_analysis`, of one device.
+        text: the optimized program.
+        assignment: XLA's assignment of buffers.
+        live: XLA's list of what lives from when to when.
+    """
+
+    stats: Any
+    text: str
+    assignment: str
+    live: str
+
+
+def lower(
+    step: Callable,
+    args: Sequence[Any],
+    device: Device,
+    devices: int | None,
+    donate: int | Sequence[int] | None,
+) -> Any:
+    """The step, traced and lowered for that many cards."""
+    _require_compiler(device)
+    if not callable(step):
+        raise ValueError(f"step must be a function, got {step!r}")
+    jitted = hasattr(step, "trace")
+    if jitted and donate is not None:
+        raise ValueError("donate must be said to jax.jit if the step is jitted")
+    if not jitted:
+        step = jax.jit(step, donate_argnums=() if donate is None else donate)
+    mesh, args = _placed(args, device, devices)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return step.trace(*args).lower(lowering_platforms=(device.platform,))
+
+
+def compile_lowered(lowered: Any, device: Device) -> Program:
+    if "__cudnn$" in lowered.as_text() and not _found("nvidia.cudnn"):
+        raise ImportError(f"the step calls cuDNN, which is not installed: {INSTALL}")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with _quiet():
+                options = {"xla_dump_to": folder}
+                compiled = lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "ptxas too old" in str(error) or "does not support CC" in str(error):
+                raise NotImplementedError(
+                    f"the installed compiler does not take a {device.name} (compute "
+                    f"capability {device.target['capability']})"
+                ) from None
+            if "No PTX compilation provider" in str(error):
+                raise ImportError(f"ptxas is not installed: {INSTALL}") from None
+            raise ValueError(
+                f"the step does not compile for a {device.name}: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+        def dumped(end: str) -> str:
+            files = Path(folder).glob(f"*{end}")
+            return max(files, key=lambda file: file.stat().st_size).read_text()
+
+        return Program(
+            compiled.memory_analysis(),
+            compiled.as_text(),
+            dumped("-buffer-assignment.txt"),
+            dumped("-live-range.txt"),
+        )
+
+
+def _require_compiler(device: Device) -> None:
+    if device.platform == "cuda":
+        cuda()
+        return
+    # Nobody is asked which TPU this machine has.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if not _found("libtpu"):
+        raise ImportError("libtpu is not installed: pip install libtpu")
+
+
+def cuda() -> int:
+    """The CUDA that jax's plugin compiles for.
+
+    Raises ImportError if the plugin is missing, or of another version than jax.
+    """
+    for major in (13, 12):
+        try:
+            version = importlib.metadata.version(f"jax-cuda{major}-plugin")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        wanted = importlib.metadata.version("jaxlib")
+        if version != wanted:
+            raise ImportError(
+                f"jax-cuda{major}-plugin is {version}, jaxlib is {wanted}: "
+                f'pip install "jax-cuda{major}-plugin=={wanted}" '
+                f'"jax-cuda{major}-pjrt=={wanted}"'
+            )
+        return major
+    raise ImportError(f"jax's CUDA plugin is not installed: {INSTALL}")
+
+
+def _placed(
+    args: Sequence[Any], device: Device, devices: int | None
+) -> tuple[jax.sharding.Mesh, list[Any]]:
+    """A mesh of such cards like the arguments', and the arguments on it."""
+    leaves, tree = jax.tree.flatten(list(args))
+    meshes = {
+        (sharding.mesh.axis_names, sharding.mesh.axis_sizes, sharding.mesh.axis_types)
+        for leaf in leaves
+        if isinstance(sharding := getattr(leaf, "sharding", None), jax.NamedSharding)
+    }
+    if len(meshes) > 1:
+        raise ValueError(f"args must be sharded over one mesh, got {sorted(meshes)}")
+    names, sizes, types = next(iter(meshes), (("devices",), (1,), None))
+    count = math.prod(sizes)
+    if devices is not None and devices != count:
+        raise ValueError(
+            f"devices must be the size of the arguments' mesh, {count}, got {devices}"
+        )
+    try:
+        with _quiet():
+            topology = topologies.get_topology_desc(
+                platform=device.platform, **device.topology(count)
+            )
+    except NotImplementedError:
+        raise ImportError(
+            "jax's plugin did not start: set JAX_PLATFORMS=cpu, or install all of CUDA"
+        ) from None
+    cards = np.array(topology.devices).reshape(sizes)
+    mesh = jax.sharding.Mesh(cards, names, axis_types=types)
+
+    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        named = isinstance(sharding, jax.NamedSharding)
+        spec = sharding.spec if named else jax.P()
+        kind = sharding.memory_kind if named else None
+        aval = jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(
+            aval.shape,
+            aval.dtype,
+            sharding=jax.NamedSharding(mesh, spec, memory_kind=kind),
+            weak_type=getattr(aval, "weak_type", False),
+        )
+
+    return mesh, jax.tree.unflatten(tree, map(place, leaves))
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leaves out the lines that XLA writes because no card is there."""
+    sys.stderr.flush()
+    shown = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(shown, 2)
+            os.close(shown)
+            file.seek(0)
+            lines = (x for x in file if not any(noise in x for noise in _NOISE))
+            os.write(2, b"".join(lines))

@@ -1,0 +1,232 @@
+"""The peak memory of a step on a card that is not here."""
+
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.memory import compiler
+from jaxcompact.memory.buffers import KINDS, Buffer, buffers, operations
+from jaxcompact.memory.cards import find_device
+
+_FORMAT = 2  # of what is cached
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory that a compiled step takes, on one device.
+
+    Attributes:
+        device: short name of the card.
+        devices: how many.
+        peak_bytes: arguments, outputs and temporaries; an output that takes a donated
+            argument's place counts once.
+        argument_bytes: of the arguments.
+        output_bytes: of the outputs that take no argument's place.
+        temporary_bytes: of the block that all temporaries share.
+        host_bytes: in the host's memory: what is offloaded.
+        operations: matrix products, and cuDNN's attention calls forward and backward,
+            in the program, a loop's body once. Who recomputes has more of them.
+        buffers: what is in use at the peak, the largest first.
+    """
+
+    device: str
+    devices: int
+    peak_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    host_bytes: int
+    operations: dict[str, int]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes by kind. They add up to ``peak_bytes``."""
+        return {
+            kind: sum(b.nbytes for b in self.buffers if b.kind == kind)
+            for kind in KINDS
+        }
+
+    def __str__(self) -> str:
+        card = find_device(self.device)
+        several = f", each of {self.devices}" if self.devices > 1 else ""
+        share = f"{self.peak_bytes / card.memory:.0%} of {gib(card.memory)}"
+        lines = [f"{card.name}{several}: {gib(self.peak_bytes)}, {share}"]
+        if self.host_bytes:
+            lines.append(f"on the host: {gib(self.host_bytes)}")
+        lines += [
+            f"  {kind:16}{gib(nbytes):>12}"
+            for kind, nbytes in self.breakdown.items()
+            if nbytes
+        ]
+        lines.append("the largest:")
+        lines += [
+            f"  {gib(b.nbytes):>10}  {b.kind:16}{b.shape:28}{b.source}"
+            for b in self.buffers[:20]
+        ]
+        return "\n".join(lines)
+
+
+def peak(
+    step: Callable,
+    *args: Any,
+    device: str = "h200",
+    devices: int | None = None,
+    donate: int | Sequence[int] | None = None,
+) -> Peak:
+    """The memory that ``step(*args)`` takes on a card, compiled for it and not run.
+
+    ``peak = arguments + outputs + temporaries - donated``, of XLA's buffers for that
+    card, to the byte. Needs no card and no driver, but ``jaxcompact[memory]``: jax's
+    CUDA plugin, and cuDNN if the step calls it. Answers are kept in
+    ``~/.cache/jaxcompact`` (``JAXCOMPACT_CACHE``), by program.
+
+    Args:
+        step: a function, jitted or not.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s. Those with a
+            `jax.NamedSharding` lie so on the cards; the mesh may be of other devices,
+            as many, or abstract.
+        device: a key of `devices`.
+        devices: how many; those of the arguments' mesh. To be sure.
+        donate: arguments that the step may overwrite, if it is not jitted.
+
+    What a buffer is for is read off the program: arguments by their names and by
+    optax's types, the rest by where it is made. Logits are what is made under
+    ``jax.named_scope("logits")``.
+
+    Raises ValueError for arguments that are none of these and a step that does not
+    compile; NotImplementedError for a card that the compiler does not take; ImportError
+    with the command that installs what is missing.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxcompact import memory
+    >>> def step(w, x):
+    ...     return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)
+    >>> w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    >>> x = jax.ShapeDtypeStruct((1024, 256), jnp.float32)
+    >>> found = memory.peak(step, w, x, device="h100", donate=0)
+    >>> found.breakdown["parameters"], found.argument_bytes
+    (262144, 1310720)
+    >>> found.peak_bytes == sum(found.breakdown.values())
+    True
+    """
+    card = find_device(device)
+    lowered = compiler.lower(step, args, card, devices, donate)
+    kinds = dict(_arguments(step, args))
+    count = _count(args)
+    key = _key(lowered, card, kinds, count)
+    if (cached := _load(key)) is not None:
+        return cached
+    program = compiler.compile_lowered(lowered, card)
+    stats = program.stats
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    temporaries, arguments = stats.temp_size_in_bytes, stats.argument_size_in_bytes
+    found = Peak(
+        device=device,
+        devices=count,
+        peak_bytes=arguments + outputs + temporaries,
+        argument_bytes=arguments,
+        output_bytes=outputs,
+        temporary_bytes=temporaries,
+        host_bytes=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        + stats.host_temp_size_in_bytes
+        - stats.host_alias_size_in_bytes,
+        operations=operations(program.text),
+        buffers=buffers(program, kinds),
+    )
+    _store(key, found)
+    return found
+
+
+def _count(args: Any) -> int:
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
+    named = (s for s in shardings if isinstance(s, jax.NamedSharding))
+    return next((s.mesh.size for s in named), 1)
+
+
+def _arguments(step: Callable, args: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    """Name, as jit gives it, and kind of each leaf."""
+    try:
+        names = [*inspect.signature(step).parameters.values()]
+    except (TypeError, ValueError):
+        names = []
+    names = [p.name for p in names if p.kind < inspect.Parameter.VAR_POSITIONAL]
+    for i, arg in enumerate(args):
+        first = names[i] if i < len(names) else f"args[{i}]"
+        pairs = jax.tree.leaves_with_path(arg, is_leaf=_is_optimizer_state)
+        for path, node in pairs:
+            inside = jax.tree.leaves_with_path(node)
+            for rest, leaf in inside:
+                name = first + jax.tree_util.keystr((*path, *rest))
+                if _is_optimizer_state(node) or "opt_state" in name:
+                    yield name, "optimizer state"
+                elif "param" in name.lower() and _floating(leaf):
+                    yield name, "parameters"
+                elif not _floating(leaf):
+                    yield name, "inputs"
+
+
+def _is_optimizer_state(node: Any) -> bool:
+    module = type(node).__module__.split(".")[0]
+    return hasattr(node, "_fields") and module in ("optax", "jaxcompact")
+
+
+def _floating(leaf: Any) -> bool:
+    return jnp.issubdtype(jax.typeof(leaf).dtype, jnp.floating)
+
+
+def gib(nbytes: int) -> str:
+    return (
+        f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+    )
+
+
+# --- what was compiled before ---
+
+
+def _folder() -> Path:
+    home = os.environ.get("JAXCOMPACT_CACHE") or Path.home() / ".cache" / "jaxcompact"
+    return Path(home) / "memory"
+
+
+def _key(lowered: Any, card: Any, kinds: dict[str, str], count: int) -> str:
+    text = lowered.as_text(debug_info=True)
+    # Where a line stands changes nothing.
+    text = re.sub(r'loc\("[^"]*":\d+:\d+( to [\d:]*)?\)', "loc()", text)
+    versions = [_FORMAT]
+    for package in ("jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13"):
+        try:
+            versions.append(importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions.append(None)
+    parts = text, asdict(card), kinds, count, versions, os.environ.get("XLA_FLAGS")
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _load(key: str) -> Peak | None:
+    try:
+        fields = json.loads((_folder() / f"{key}.json").read_text())
+    except (OSError, ValueError):  # not there, or cut off
+        return None
+    return Peak(**fields | {"buffers": tuple(Buffer(**b) for b in fields["buffers"])})
+
+
+def _store(key: str, found: Peak) -> None:
+    try:
+        _folder().mkdir(parents=True, exist_ok=True)
+        part = _folder() / f"{key}.{os.getpid()}"
+        part.write_text(json.dumps(asdict(found)))
+        part.replace(_folder() / f"{key}.json")
+    except OSError:  # a full or read-only disk costs the next one a compile
+        pass

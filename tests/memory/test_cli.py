@@ -1,0 +1,76 @@
+"""python -m jaxcompact memory, as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+MODULE = """
+import jax, jax.numpy as jnp
+
+def make_step(batch=256):
+    x = jax.ShapeDtypeStruct((batch, 1024), jnp.float32)
+    return jax.jit(lambda x: 2.0 * x), (x,)
+
+def nothing():
+    pass
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "my_module.py").write_text(MODULE)
+
+    def run(*arguments):
+        root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+        env = os.environ | {
+            "PYTHONPATH": root,
+            "JAXCOMPACT_CACHE": str(tmp_path / "cache"),
+        }
+        env.pop("JAX_PLATFORMS", None)
+        command = [sys.executable, "-m", "jaxcompact", "memory", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_a_table_and_json(run):
+    done = run("my_module:make_step", "--device", "l40s")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("NVIDIA L40S: 2.00 MiB, 0% of 44.99 GiB\n")
+    row = json.loads(run("my_module:make_step", "--batch", "512", "--json").stdout)
+    assert row["peak_bytes"] == sum(row["breakdown"].values()) == 2**22
+    assert row["device"] == "h200"
+
+
+def test_the_largest_batch(run):
+    done = run("my_module:make_step", "--largest-batch", "--budget", "1MiB", "--json")
+    row = json.loads(done.stdout)
+    assert row["batch"] == 128 and row["peak"]["peak_bytes"] == 2**20
+    assert done.stderr.startswith("batch 1: 0.01 MiB, fits\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["my_module"], "expected MODULE:FUNCTION, got 'my_module'"),
+        (["my_module:other"], "my_module has no 'other'"),
+        (["no_module:f"], "No module named 'no_module'"),
+        (["my_module:nothing"], r"must return (step, args), got NoneType"),
+        (["my_module:make_step", "--device", "gtx"], "device must be one of"),
+        (["my_module:make_step", "--budget", "1GiB"], "goes with --largest-batch"),
+        (
+            ["my_module:make_step", "--largest-batch", "--budget", "1 ton"],
+            "budget must be bytes",
+        ),
+    ],
+)
+def test_errors_are_one_line(run, arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("python -m jaxcompact memory: ")
+    assert message in done.stderr and done.stderr.count("\n") == 1
