@@ -18,8 +18,10 @@ rm -f "$out"/step.jsonl "$out"/*.log
 
 if "$python" -c 'import jax; raise SystemExit(jax.default_backend() != "gpu")'; then
     size=(--model 350m --batch 128 --seq 256 --steps 15 --seconds 8)
+    on_gpu=1
 else
     echo "no GPU: toy size"
+    on_gpu=
     size=(--model tiny --batch 4 --seq 64 --dtype float32 --steps 3 --seconds 5)
 fi
 
@@ -60,6 +62,9 @@ step compact_remat_nothing --method compact --rank 0.25 --checkpoint nothing
 step compact_remat_dots_no_batch --method compact --rank 0.25 --checkpoint dots_no_batch
 step int4 --method exact --checkpoint int4
 step compact_int4 --method compact --rank 0.25 --checkpoint int4
+# The allocator's peak beside that of the compiled program: within 2 %.
+[ -z "$on_gpu" ] ||
+    limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
 step int8 --method exact --checkpoint int8
 step int3 --method exact --checkpoint int3
 step offload --method exact --checkpoint offload

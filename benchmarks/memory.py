@@ -15,10 +15,12 @@ are sharded over all of them. Each step is compiled for the card, not run
 import argparse
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,14 +43,15 @@ from training import Training  # noqa: E402
 RANK = 0.25  # of compact and galore
 KEYS = ("table", "model", "batch", "seq", "devices", "device", "method")
 # Which rows docs/results.md has: (models, batch x seq, devices, methods).
-POLICIES = ("exact", "dots_no_batch", "int8", "int4", "int3", "uniform4", "offload")
+POLICIES = ("exact", "dots", "dots_no_batch", "remat", "offload", "galore")
+POLICIES += ("int8", "int4", "int3", "int2")
 COMPACT = ("compact", "compact+int4", "compact+int3", "compact+remat")
 PEAKS = [
-    ("350m", 128, 256, 1, (*POLICIES, "int4_attention", "remat", "galore", *COMPACT)),
-    ("1b", 32, 1024, 1, ("exact", "dots_no_batch", "int4", "int3", "remat", *COMPACT)),
+    ("350m", 128, 256, 1, (*POLICIES, "int4_attention", "uniform4", *COMPACT)),
+    ("1b", 32, 1024, 1, ("exact", "dots_no_batch", "remat", "int4", "int3", *COMPACT)),
 ]
 PEAKS_FULL = [
-    (model, 2**15 // seq, seq, devices, (*POLICIES, "remat", "galore", *COMPACT))
+    (model, 2**15 // seq, seq, devices, (*POLICIES, *COMPACT))
     for (model, devices), seq in itertools.product(
         (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
     )
@@ -61,8 +64,9 @@ SIZES_FULL = [
     ("13b", 128 * 8, 256, 8, FIGURE),
     ("70b", 32 * 64, 256, 64, FIGURE),
 ]
-BUDGETS = {"16 GB": 16, "32 GB": 32, "80 GB": 80, "141 GB": 141}
-BATCHES = ("exact", "dots_no_batch", "remat", "int4", "compact+int4", "offload")
+LARGEST = (("350m", 256), ("1b", 1024))
+BUDGETS = ("16 GB", "32 GB", "80 GB", "141 GB")
+BATCHES = ("exact", "remat", "int4", "compact+int4", "dots_no_batch", "offload")
 
 
 def main() -> None:
@@ -208,28 +212,36 @@ def measure(
 
 
 def everything(full: bool) -> None:
+    """Rows that are not there yet, two at a time."""
     done = {tuple(row.get(k) for k in KEYS) for row in rows_of_file()}
-
-    def keep(name: str, row: dict) -> None:
-        row = {"table": name, **row}
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        shown = {k: row[k] for k in (*KEYS, "peak_bytes") if k in row}
-        print(json.dumps(shown), flush=True)
-
-    groups = {"sizes": SIZES, "peaks": PEAKS}
+    settings = [("peaks", *s) for s in PEAKS] + [("sizes", *s) for s in SIZES]
     if full:
-        groups = {"sizes": SIZES + SIZES_FULL, "peaks": PEAKS + PEAKS_FULL}
-    for name, settings in groups.items():
-        for *setting, methods in settings:
-            for method in methods:
-                if (name, *setting, "h200", method) not in done:
-                    keep(name, measure(*setting, method))
-    for model, seq, budgets in (("350m", 256, BUDGETS), ("1b", 1024, BUDGETS)):
-        for method, (name, size) in itertools.product(BATCHES, budgets.items()):
-            key = ("batches", model, None, seq, 1, name, method)
-            if key not in done and (full or (model, size) == ("350m", 16)):
-                keep("batches", largest(model, seq, method, name))
+        settings += [("sizes", *s) for s in SIZES_FULL]
+        settings += [("peaks", *s) for s in PEAKS_FULL]
+    jobs = []
+    for name, *setting, methods in settings:
+        for method in methods:
+            if (name, *setting, "h200", method) not in done:
+                jobs.append((name, measure, *setting, method))
+    for (model, seq), budget in itertools.product(LARGEST, BUDGETS):
+        for method in BATCHES:
+            key = ("batches", model, None, seq, 1, budget, method)
+            first = (model, budget) == ("350m", "16 GB") and method in BATCHES[:3]
+            if key not in done and (full or first):
+                jobs.append(("batches", largest, model, seq, method, budget))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=context) as pool, RESULTS.open("a") as file:
+        for done_job in as_completed([pool.submit(row_of, *job) for job in jobs]):
+            row = done_job.result()
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(
+                json.dumps({k: row.get(k) for k in (*KEYS, "peak_bytes")}), flush=True
+            )
+
+
+def row_of(name: str, make: Callable[..., dict], *setting) -> dict:
+    return {"table": name, **make(*setting)}
 
 
 def largest(model: str, seq: int, method: str, budget: str) -> dict:
@@ -255,18 +267,26 @@ def rows_of_file() -> list[dict]:
 # --- tables and plots ---
 
 
+HEADINGS = {
+    "sizes": "**Model sizes** (CompAct's Table 3 and Figure 1, as compiled):",
+    "peaks": "**Methods**:",
+    "batches": "**Largest batch**, and how many times that of exact:",
+}
+
+
 def table() -> None:
     rows = {tuple(row.get(k) for k in KEYS): row for row in rows_of_file()}
-    for name in ("sizes", "peaks"):
+    parts = []
+    for name, heading in HEADINGS.items():
         found = [row for row in rows.values() if row["table"] == name]
-        order = {(*s[:4], m): i for i, s in enumerate(_settings(name)) for m in s[4]}
-        found.sort(
-            key=lambda r: order.get(
-                (r["model"], r["batch"], r["seq"], r["devices"], r["method"]), 99
-            )
-        )
-        print(markdown(found), end="\n\n")
-    print(batches([row for row in rows.values() if row["table"] == "batches"]))
+        if name != "batches":
+            settings = ((*s[:4], m) for s in _settings(name) for m in s[4])
+            order = {setting: i for i, setting in enumerate(settings)}
+            keys = "model", "batch", "seq", "devices", "method"
+            found.sort(key=lambda row: order[tuple(row[k] for k in keys)])  # noqa: B023
+        text = batches(found) if name == "batches" else markdown(found)
+        parts.append(f"{heading}\n\n{text}")
+    print("\n\n".join(parts))
 
 
 def _settings(name: str) -> list:
@@ -274,7 +294,7 @@ def _settings(name: str) -> list:
 
 
 def markdown(rows: Sequence[dict]) -> str:
-    kinds = [k for k in memory.KINDS if any(r["breakdown"][k] for r in rows)]
+    kinds = _shown(rows)
     head = ["model, tokens", "method", "peak GiB", *kinds, "matmuls", "attention"]
     measured = any("measured_bytes" in row for row in rows)
     lines = [head + ["measured"] * measured, ["---"] * (len(head) + measured)]
@@ -292,6 +312,15 @@ def markdown(rows: Sequence[dict]) -> str:
             cells.append(f"{row['measured_bytes'] / 2**30:.2f}")
         lines.append(cells)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _shown(rows: Sequence[dict]) -> list[str]:
+    """The kinds that can be seen."""
+    return [
+        kind
+        for kind in memory.KINDS
+        if any(row["breakdown"][kind] > 0.002 * row["peak_bytes"] for row in rows)
+    ]
 
 
 def batches(rows: Sequence[dict]) -> str:
@@ -327,7 +356,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     colors = plt.get_cmap("tab10").colors
     for kind, color in zip(memory.KINDS, colors, strict=False):
         heights = [row["breakdown"][kind] / 2**30 for row in rows]
-        if max(heights) > 0:
+        if kind in _shown(rows):
             axes.bar(labels, heights, bottom=bottom, label=kind, color=color)
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     for i, total in enumerate(bottom):
@@ -335,7 +364,8 @@ def plot(rows: Sequence[dict], path: Path) -> None:
     first = rows[0]
     card = memory.devices()[first["device"]].name
     several = f", each of {first['devices']}" if first["devices"] > 1 else ""
-    axes.set_title(f"{first['batch']} x {first['seq']} tokens, {card}{several}")
+    model = f"{first['model']}, " if len({row["model"] for row in rows}) == 1 else ""
+    axes.set_title(f"{model}{first['batch']} x {first['seq']} tokens, {card}{several}")
     axes.set_ylabel("peak, GiB")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)

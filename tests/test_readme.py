@@ -29,6 +29,12 @@ def test_shell_blocks_name_make_targets_and_scripts_that_exist():
         words = line.split("#")[0].split()
         if words[0] == "make":
             subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True)
+        elif words[:3] == ["python", "-m", "jaxcompact"]:
+            help_ = subprocess.run(
+                [sys.executable, *words[1:4], "--help"], capture_output=True, text=True
+            )
+            options = [word for word in words[5:] if word.startswith("--")]
+            assert all(option in help_.stdout for option in options), line
         else:
             assert words[0] == "python" and (ROOT / words[1]).is_file(), line
 

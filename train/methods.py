@@ -31,6 +31,7 @@ CHECKPOINT = {
     # Attention is run again, from decoded q, k and v.
     "int4_attention": replace(jc.policies.int4(), attention=jc.Recompute()),
     "int3": jc.policies.int3(),
+    "int2": jc.policies.compress(jc.Quantized(bits=2)),
     "offload": jc.policies.uniform(jc.Offload()),
     "uniform8": jc.policies.uniform(jc.Quantized(bits=8)),
     "uniform4": jc.policies.uniform(jc.Quantized(bits=4)),

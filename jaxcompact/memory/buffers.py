@@ -34,6 +34,7 @@ _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$", re.M)
 _STEP = re.compile(r"^    (\d+):(\S+)$", re.M)
 _OPERATION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>\S+) = ")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(")
+_PARAMETER = re.compile(r"^\s+(?:ROOT )?%(\S+) = \S+ parameter\((\d+)\)", re.M)
 _CALLED = re.compile(r"calls=%(\S+?)[,\s]")
 _PATH = re.compile(r'op_name="([^"]*)"')
 
@@ -74,26 +75,31 @@ def buffers(program: Program, arguments: Mapping[str, str]) -> tuple[Buffer, ...
     name is a parameter if it is donated.
     """
     paths = _paths(program.text)
+    entry = program.text[program.text.index("\nENTRY ") :]
+    parameters = {number: name for name, number in _PARAMETER.findall(entry)}
     allocations, values = _read(program)
+    held = defaultdict(list)
+    for value in values:
+        held[value.slot[0]].append(value)
     found, temporaries = [], []
     for number, (size, words) in allocations.items():
-        inside = [v for v in values if v.slot[0] == number]
+        inside = held[number]
         if not size or not inside or "thread-local" in words or "constant" in words:
             continue
         largest = max(inside, key=lambda v: v.slot[2])
-        if ", parameter " in words:
-            path = paths.get(inside[0].name, inside[0].name)
+        if number_of := re.search(r" parameter (\d+),", words):
+            path = paths.get(parameters.get(number_of[1], ""), "")
             default = "parameters" if "maybe-live-out" in words else "inputs"
             kind = arguments.get(path, default)
             found.append(Buffer(kind, _shape(largest.shape), size, path))
         elif "preallocated-temp" in words:
-            temporaries.append((inside, size))
+            temporaries += inside
         elif "maybe-live-out" in words:
             found.append(Buffer("outputs", _shape(largest.shape), size, largest.name))
     trained = [b.shape for b in found if b.kind in ("parameters", "optimizer state")]
     shapes = {dims for shape in trained for dims in _of_gradients(shape)} - {()}
-    for inside, size in temporaries:
-        found += _temporaries(inside, size, program, paths, shapes)
+    found += _temporaries(temporaries, program, paths, shapes)
+    found = [buffer for buffer in found if buffer.nbytes]
     return tuple(sorted(found, key=lambda buffer: -buffer.nbytes))
 
 
@@ -148,7 +154,6 @@ def _read(program: Program) -> tuple[dict[int, tuple[int, str]], list[_Value]]:
 
 def _temporaries(
     values: list[_Value],
-    size: int,
     program: Program,
     paths: Mapping[str, str],
     shapes: Collection[tuple[int, ...]],
@@ -180,10 +185,10 @@ def _temporaries(
         kind = _kind(path, _dims(_numbers(chain[0].shape)), shapes, read_backward)
         shape = _shape(writers[0].shape)
         found.append(Buffer(kind, shape, slot[2], path or writers[0].name))
-    if small:
-        found.append(Buffer("workspace", "", small, f"smaller than {_SMALL} bytes"))
-    unused = size - sum(buffer.nbytes for buffer in found)
-    return [*found, Buffer("unused", "", unused, "between temporaries")]
+    left = program.stats.temp_size_in_bytes - sum(buffer.nbytes for buffer in found)
+    small = min(small, left)  # a TPU does not count its tables of pointers
+    found.append(Buffer("workspace", "", small, f"smaller than {_SMALL} bytes"))
+    return [*found, Buffer("unused", "", left - small, "between temporaries")]
 
 
 def _chain(sharing: list[_Value], time: int) -> list[_Value]:

@@ -136,7 +136,7 @@ def _placed(
         if isinstance(sharding := getattr(leaf, "sharding", None), jax.NamedSharding)
     }
     if len(meshes) > 1:
-        raise ValueError(f"args must be sharded over one mesh, got {sorted(meshes)}")
+        raise ValueError(f"args must be sharded over one mesh, got {list(meshes)}")
     names, sizes, types = next(iter(meshes), (("devices",), (1,), None))
     count = math.prod(sizes)
     if devices is not None and devices != count:
