@@ -281,7 +281,7 @@ def table() -> None:
         found = [row for row in rows.values() if row["table"] == name]
         if name != "batches":
             settings = ((*s[:4], m) for s in _settings(name) for m in s[4])
-            order = {setting: i for i, setting in enumerate(settings)}
+            order = {key: i for i, key in enumerate(dict.fromkeys(settings))}
             keys = "model", "batch", "seq", "devices", "method"
             found.sort(key=lambda row: order[tuple(row[k] for k in keys)])  # noqa: B023
         text = batches(found) if name == "batches" else markdown(found)

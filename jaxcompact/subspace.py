@@ -54,8 +54,12 @@ class Slot:
         )
 
     def map_layers(self, fun: Callable, key: jax.Array, generation, *arrays):
-        """``fun(key, *arrays)`` layer by layer, so that one P is alive at a time."""
-        fun = _over_axes(fun, len(self.stack))
+        """``fun(key, *arrays)`` layer by layer, so that one P is alive at a time.
+
+        "countsketch" makes no P: all layers at once, without a buffer of a loop's own.
+        """
+        for _ in self.stack:
+            fun = jax.vmap(fun) if self.projection.kind == "countsketch" else _loop(fun)
         return fun(self.keys(key, generation), *arrays)
 
 
@@ -242,10 +246,8 @@ def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
     return Slot(name, family, projection, tuple(stack), width, rank, outputs)
 
 
-def _over_axes(fun: Callable, axes: int) -> Callable:
-    for _ in range(axes):
-        fun = (lambda f: lambda *xs: jax.lax.map(lambda x: f(*x), xs))(fun)
-    return fun
+def _loop(fun: Callable) -> Callable:
+    return lambda *arrays: jax.lax.map(lambda layer: fun(*layer), arrays)
 
 
 def _prod(shape: tuple[int, ...]) -> int:
