@@ -154,17 +154,21 @@ def make_step(
     tokens = jax.ShapeDtypeStruct((1, batch, seq + 1), jnp.int32)
     args = training.abstract, tokens
     if devices > 1:
-        mesh = jax.sharding.AbstractMesh((devices,), ("data",))
-        state = jax.tree.map(lambda x: _sharded(x, _widest(x, devices), mesh), args[0])
+        mesh = jax.sharding.AbstractMesh(
+            (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        state = jax.tree.map(lambda x: _sharded(x, _first(x, devices), mesh), args[0])
         args = state, _sharded(tokens, 1, mesh)
     return jax.jit(training.step, donate_argnums=0), args
 
 
-def _widest(x: jax.ShapeDtypeStruct, devices: int) -> int | None:
-    """The longest axis that divides; of stacked layers not the first."""
-    first = 1 if x.ndim > 2 else 0
-    axes = [i for i in range(first, x.ndim) if x.shape[i] % devices == 0]
-    return max(axes, key=lambda i: x.shape[i], default=None)
+def _first(x: jax.ShapeDtypeStruct, devices: int) -> int | None:
+    """The axis that is summed over, after that of stacked layers.
+
+    Sharded along the other, products would be as in tensor parallelism, of all tokens.
+    """
+    axis = 1 if x.ndim > 2 else 0
+    return axis if x.ndim > 1 and x.shape[axis] % devices == 0 else None
 
 
 def _sharded(x: jax.ShapeDtypeStruct, axis: int | None, mesh) -> jax.ShapeDtypeStruct:
@@ -231,8 +235,12 @@ def everything(full: bool) -> None:
                 jobs.append(("batches", largest, model, seq, method, budget))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as pool, RESULTS.open("a") as file:
-        for done_job in as_completed([pool.submit(row_of, *job) for job in jobs]):
-            row = done_job.result()
+        futures = {pool.submit(row_of, *job): job for job in jobs}
+        for future in as_completed(futures):
+            if error := future.exception():
+                print(f"{futures[future]}: {error}", file=sys.stderr, flush=True)
+                continue
+            row = future.result()
             file.write(json.dumps(row) + "\n")
             file.flush()
             print(

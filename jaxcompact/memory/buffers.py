@@ -240,6 +240,9 @@ def _kind(
 ) -> str:
     if "logits" in path:
         return "logits"
+    if not path:  # what a loop fills, without a word of who does
+        filled = "gradients" if dims in shapes else "residuals"
+        return filled if read_backward else "workspace"
     copy = path.endswith("convert_element_type")
     if "jvp(" in path and dims in shapes and not copy:  # in the loss, or of a parameter
         return "gradients"
