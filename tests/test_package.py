@@ -164,7 +164,11 @@ def test_wheel_holds_the_library_and_nothing_else(tmp_path: Path):
 
     files = (path for path in installed.rglob("*.*") if path.is_file())
     names = {path.relative_to(installed) for path in files}
-    data = [path.relative_to(tree) for path in (tree / "kernels").rglob("*.json")]
+    data = [
+        path.relative_to(tree)
+        for folder in ("kernels", "jaxcompact/memory")
+        for path in (tree / folder).rglob("*.json")
+    ]
     expected = {installed_path(path) for path in [*LIBRARY, *data]}
     assert {name for name in names if ".dist-info" not in name.parts[0]} == expected
     (top_level,) = installed.glob("*.dist-info/top_level.txt")

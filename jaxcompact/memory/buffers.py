@@ -177,7 +177,8 @@ def _temporaries(
         writers = [v for v in chain if v.start <= time][::-1]
         writers += [v for v in chain if v.start > time]
         writers.sort(key=lambda v: v.phi)
-        sources = [path for v in writers if (path := paths.get(v.name))]
+        # XLA calls what it adds by its own names, which have no slash.
+        sources = [path for v in writers if "/" in (path := paths.get(v.name, ""))]
         path = next((x for x in sources if not x.endswith("/broadcast_in_dim")), "")
         path = path or next(iter(sources), "")
         end = max(v.end for v in chain)

@@ -57,13 +57,17 @@ def lower(
     if not jitted:
         step = jax.jit(step, donate_argnums=() if donate is None else donate)
     mesh, args = _placed(args, device, devices)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return step.trace(*args).lower(lowering_platforms=(device.platform,))
+    try:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return step.trace(*args).lower(lowering_platforms=(device.platform,))
+    except RuntimeError as error:
+        if "cuDNN not found" in str(error) or "cuDNN is not detected" in str(error):
+            message = f"the step calls cuDNN, which is not installed: {INSTALL}"
+            raise ImportError(message) from None
+        raise
 
 
 def compile_lowered(lowered: Any, device: Device) -> Program:
-    if "__cudnn$" in lowered.as_text() and not _found("nvidia.cudnn"):
-        raise ImportError(f"the step calls cuDNN, which is not installed: {INSTALL}")
     with tempfile.TemporaryDirectory() as folder:
         try:
             with _quiet():

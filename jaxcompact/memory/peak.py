@@ -18,7 +18,7 @@ from jaxcompact.memory import compiler
 from jaxcompact.memory.buffers import KINDS, Buffer, buffers, operations
 from jaxcompact.memory.cards import find_device
 
-_FORMAT = 5  # of what is cached
+_FORMAT = 6  # of what is cached
 
 
 @dataclass(frozen=True)
