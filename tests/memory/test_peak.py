@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +172,19 @@ def test_offloaded_bytes_are_the_hosts():
     found = jc.memory.peak(step, S((512, 512), F32), S((8192, 512), F32))
     assert found.host_bytes >= 4 * 8192 * 512
     assert sum(found.breakdown.values()) == found.peak_bytes
+
+
+def test_a_fusion_comes_from_where_its_parts_do():
+    text = """
+%fused (p: f32[8]) -> f32[8] {
+  %a = f32[8] add(%p, %p), metadata={op_name="jit(step)/jvp()/add"}
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %loop_fusion = f32[8] fusion(%x), kind=kLoop, calls=%fused, metadata={}
+}
+"""
+    paths = sys.modules["jaxcompact.memory.buffers"]._paths(text)
+    assert paths["loop_fusion"] == "jit(step)/jvp()/add"
 
 
 # --- many devices ---
