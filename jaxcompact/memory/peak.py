@@ -205,7 +205,7 @@ def _key(lowered: Any, card: Any, kinds: dict[str, str], count: int) -> str:
     # Where a line stands changes nothing.
     text = re.sub(r'loc\("[^"]*":\d+:\d+( to [\d:]*)?\)', "loc()", text)
     versions = [_FORMAT]
-    for package in ("jaxlib", "jax-cuda13-plugin", "nvidia-cudnn-cu13"):
+    for package in ("jaxlib", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "libtpu"):
         try:
             versions.append(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:

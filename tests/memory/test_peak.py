@@ -374,6 +374,24 @@ def test_what_is_measured_needs_a_gpu():
             jc.memory.measure(double, S((8,), F32))
 
 
+def test_what_is_measured_is_the_allocators_peak(monkeypatch):
+    """On a card that has not been used yet, which says 0."""
+    used = [0]
+
+    class Card:
+        platform = "gpu"
+
+        def memory_stats(self):
+            return {"peak_bytes_in_use": used[0]}
+
+    def step(x):
+        used[0] = 7  # as it is traced
+        return x
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Card()])
+    assert jc.memory.measure(step, S((8,), F32)) == 7
+
+
 # --- cards ---
 
 
