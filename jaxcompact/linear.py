@@ -31,7 +31,8 @@ class SketchedKernel:
 
     Attributes:
         weight: the kernel itself, ``(n, m)``; never differentiated.
-        sketch: zeros, ``float32 (r, m)``; the derivative is taken with respect to it.
+        sketch: zeros ``(r, m)`` of the kernel's dtype; the derivative is taken with
+            respect to it.
         key: the PRNG key that P is made of.
         path: name of the parameter.
         family: kernels of one family read P from equal keys; see `linear`.
@@ -114,7 +115,7 @@ def linear(
             x.dtype,
             precision,
             kernel.projection.codec,
-            jax.typeof(kernel.sketch).sharding,
+            jax.typeof(kernel.sketch),
         )
         y = _sketched_product(spec, x, kernel.weight, kernel.sketch, z)
     else:
@@ -139,7 +140,7 @@ class _Spec:
     x_dtype: jnp.dtype
     precision: Any
     codec: Quantized | None
-    sketch_sharding: Any
+    sketch: Any  # its dtype and sharding
 
 
 Residuals = tuple[jax.Array | Encoded, jax.Array]  # z (..., r), W (n, m)
@@ -164,15 +165,17 @@ def _backward(spec: _Spec, residuals: Residuals, dy):
     z, dy = jax.lax.optimization_barrier((z, dy))
     dx = _product(dy, w_nm.astype(spec.dtype), 1, spec.precision).astype(spec.x_dtype)
     tokens = tuple(range(dy.ndim - 1))
+    with jax.numpy_dtype_promotion("standard"):
+        sum_dtype = jnp.promote_types(dy.dtype, spec.sketch.dtype)
     dsketch_rm = jax.lax.dot_general(
         z if spec.codec is None else spec.codec.decode(z),
         dy,
         ((tokens, tokens), ((), ())),
         precision=spec.precision,
-        preferred_element_type=jnp.float32,
-        out_sharding=spec.sketch_sharding,
+        preferred_element_type=sum_dtype,
+        out_sharding=spec.sketch.sharding,
     )
-    return dx, None, dsketch_rm, None
+    return dx, None, dsketch_rm.astype(spec.sketch.dtype), None
 
 
 _sketched_product.defvjp(_forward, _backward)

@@ -157,9 +157,9 @@ def value_and_grad(
 
     Returns ``wrapped(params, *args, step, **kwargs) -> (value, grads)``, which calls
     ``fun(params, *args, **kwargs)``. ``grads`` has the structure of ``params``; the
-    leaf of a kernel in the subspace is ``P^T G``, float32 of shape ``(*stack, r, m)``,
-    and no array of the kernel's own shape is made for it. All other leaves, biases
-    among them, are the exact gradient.
+    leaf of a kernel in the subspace is ``P^T G``, of shape ``(*stack, r, m)`` and of the
+    kernel's dtype, and no array of the kernel's own shape is made for it. All other
+    leaves, biases among them, are the exact gradient.
 
     ``step`` is the number of updates made so far, `update_count(opt_state)`. It chooses
     P, so it stays the same for all microbatches of one update, whose gradients may be
@@ -198,8 +198,8 @@ def with_sketches(
 ) -> tuple[Callable, Any]:
     """``fun`` as a function of zero sketches, and the tree to differentiate it at.
 
-    The tree is ``params`` with float32 zeros ``(*stack, r, m)`` in the place of each
-    kernel in the subspace; the kernels themselves become constants of the function.
+    The tree is ``params`` with zeros ``(*stack, r, m)`` in the place of each kernel in
+    the subspace; the kernels themselves become constants of the function.
     """
     slots = subspace.slots(params)
     generation = subspace.generation(step)
@@ -212,7 +212,7 @@ def with_sketches(
 
     def zeros(path, leaf):
         slot = slots.get(path_name(path))
-        return leaf if slot is None else jnp.zeros(slot.sketch_shape, jnp.float32)
+        return leaf if slot is None else jnp.zeros(slot.sketch_shape, leaf.dtype)
 
     def kernel(path, leaf, weight):
         slot = slots.get(path_name(path))

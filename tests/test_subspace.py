@@ -85,7 +85,7 @@ def linear_loss(params, x):
 
 
 def test_microbatches_of_one_update_add_up():
-    """P is constant within a step, so sketches sum like gradients; and in float32."""
+    """P is constant within a step, so sketches sum like gradients."""
     space = subspace({r"head/kernel": jc.Projection(rank=4)})
     x = jax.random.normal(jax.random.key(1), (8, 16))
     grad = jc.value_and_grad(linear_loss, space)
@@ -95,18 +95,33 @@ def test_microbatches_of_one_update_add_up():
             grad(PARAMS, part, step=step)[1]["head"]["kernel"]
             for part in (x[:4], x[4:])
         ]
-        assert whole.dtype == jnp.float32
         np.testing.assert_allclose(sum(halves), whole, rtol=1e-4, atol=1e-5)
     other = grad(PARAMS, x, step=5)[1]["head"]["kernel"]
     assert not np.allclose(other, whole, atol=0.1)
 
 
-def test_bfloat16_parameters_have_float32_sketches():
-    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), PARAMS)
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_sketches_have_the_dtype_of_their_kernels(dtype, x_dtype):
+    """As gradients have; what they are summed in is not coarser."""
+    params = jax.tree.map(lambda a: a.astype(dtype), PARAMS)
     space = subspace({r"head/kernel": jc.Projection(rank=4)})
-    x = jnp.ones((8, 16), jnp.bfloat16)
-    _, grads = jc.value_and_grad(linear_loss, space)(params, x, step=0)
-    assert grads["head"]["kernel"].dtype == jnp.float32
+    x = jax.random.normal(jax.random.key(1), (4096, 16)).astype(x_dtype)
+
+    def loss(params, x):
+        y = jc.linear(x, params["head"]["kernel"], dtype=x.dtype)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)))
+
+    def grads(params, x):
+        return jc.value_and_grad(loss, space)(params, x, step=0)[1]["head"]
+
+    sketch = grads(params, x)["kernel"]
+    assert sketch.dtype == dtype
+    exact = grads(*jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)))["kernel"]
+    # Of 4096 terms, each rounded to no less than the coarser dtype's 8 bits, and the
+    # sum once more: a sum in bfloat16 would stand still long before.
+    atol = 2.0**-8 * float(jnp.abs(exact).max()) * 3
+    np.testing.assert_allclose(sketch.astype(jnp.float32), exact, rtol=0, atol=atol)
 
 
 def test_has_aux_and_keyword_arguments():

@@ -112,7 +112,9 @@ def _forward(hidden_cbtd, kernel_dv, targets_cbt):
     (total, dw_dv), dhidden_cbtd = jax.lax.scan(
         chunk, start, (hidden_cbtd, targets_cbt)
     )
-    return total * weight, (dhidden_cbtd, dw_dv.astype(kernel_dv.dtype))
+    # Or XLA keeps the float32 sum, and casts when it is read.
+    gradients = dhidden_cbtd, dw_dv.astype(kernel_dv.dtype)
+    return total * weight, jax.lax.optimization_barrier(gradients)
 
 
 def _backward(residuals, dloss):
