@@ -11,7 +11,7 @@ ELEMENTWISE = frozenset(
     is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
     polygamma population_count pow real reduce_precision rem round rsqrt select_n
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    stop_gradient sub tan tanh xor name optimization_barrier pvary
+    one_minus_square stop_gradient sub tan tanh xor name optimization_barrier pvary
     bitcast_convert_type""".split()
 )
 LAYOUT = frozenset(

@@ -7,8 +7,8 @@ import jax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jaxcompact.graph import Op, graph_of, read, tie
-from jaxcompact.kinds import renames
+from jaxcompact.graph import graph_of
+from jaxcompact.schedule import Schedule
 
 
 class Program:
@@ -20,37 +20,10 @@ class Program:
             lambda *args: jax.core.eval_jaxpr(jaxpr, (), *consts, *args)
         )
 
-    def call_in_order(self, *args: Any) -> list[Any]:
-        """The outputs; a matrix product among them is made where its operands are.
-
-        Weight gradients are read by nothing else, so XLA likes to make them last, and
-        keeps what they are made of until then.
-        """
-        graph = graph_of(self.jaxpr)
-        number = {op: i for i, op in enumerate(graph.ops)}
-        last = {v: i for op, i in number.items() for v in op.reads}
-        final = {v for v in graph.outputs if not isinstance(v, Literal)}
-        for op in reversed(graph.ops):
-            if renames(op) and not final.isdisjoint(op.outs):
-                final.update(op.reads)
-        products: list[int] = []
-
-        def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
-            outs = op.bind(*values)
-            if op.kind not in ("dot_general", "conv_general_dilated"):
-                return outs
-            if final.isdisjoint(op.outs):
-                products.extend(op.outs)
-                return outs
-            # What else is to be made of its operands, or of products, waits for it.
-            waiting = {*products, *op.reads}
-            waiting = [v for v in waiting if last.get(v, 0) > number[op]]
-            outs, tied = tie((outs, [env[v] for v in waiting]))
-            env.update(zip(waiting, tied, strict=True))
-            return outs
-
-        env = graph.run([*self.consts, *args], rule)
-        return [read(env, v) for v in graph.outputs]
+    def call_in_order(self, args: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
+        """The outputs for ``[*args, *cts]``, as `Schedule` orders them."""
+        inputs = [*self.consts, *args, *cts]
+        return Schedule(graph_of(self.jaxpr), inputs, len(cts)).run()
 
     @classmethod
     def trace(cls, fun: Callable, *avals: Any) -> "Program":

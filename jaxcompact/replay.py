@@ -464,12 +464,9 @@ class Replay:
         derived = self.derive.call(
             *(inputs[i] for i, u in enumerate(self.derive_reads) if u)
         )
-        return self.backward.call_in_order(
-            *(inputs[i] for i, u in enumerate(self.inputs_read) if u),
-            *stored,
-            *(derived[i] for i in self.derived),
-            *_where(cts, self.cts_used),
-        )
+        args = [inputs[i] for i, u in enumerate(self.inputs_read) if u]
+        args += [*stored, *(derived[i] for i in self.derived)]
+        return self.backward.call_in_order(args, _where(cts, self.cts_used))
 
 
 @jax.custom_jvp

@@ -157,7 +157,7 @@ def value_and_grad(
 
     Returns ``wrapped(params, *args, step, **kwargs) -> (value, grads)``, which calls
     ``fun(params, *args, **kwargs)``. ``grads`` has the structure of ``params``; the
-    leaf of a kernel in the subspace is ``P^T G``, of shape ``(*stack, r, m)`` and of the
+    leaf of a kernel in the subspace is ``P^T G``, of shape ``(*stack, r, m)`` and the
     kernel's dtype, and no array of the kernel's own shape is made for it. All other
     leaves, biases among them, are the exact gradient.
 

@@ -22,8 +22,10 @@ from jaxcompact.graph import (
     tie,
     zeros,
 )
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT
 from jaxcompact.policy import ChoosesActions, Save
 from jaxcompact.replay import Replay, Slot
+from jaxcompact.schedule import Later
 from jaxcompact.tensors import Tensors
 
 
@@ -188,7 +190,7 @@ class Plan:
             # Or XLA decodes early, and drops a copy to the host that is copied back.
             kept, stored, cts = jax.lax.optimization_barrier((kept, stored, cts))
         pairs = zip(self.stores, stored, strict=True)
-        values = [store.decode(leaves) for store, leaves in pairs]
+        values = [store.later(leaves) for store, leaves in pairs]
         return self.replay.run_backward(kept, values, cts)
 
 
@@ -221,6 +223,11 @@ class _Store:
             leaves = jax.tree.leaves(_encode(self.codec, self.seed, x))
         return list(map(_as_bits, leaves)) if self.as_bits else leaves
 
+    def later(self, leaves: list[jax.Array]) -> Any:
+        if self.codec is None:
+            return self.decode(leaves)
+        return Later(leaves, self.decode, light=_light(self.codec, self.aval))
+
     def decode(self, leaves: list[jax.Array]) -> jax.Array:
         pairs = zip(leaves, self.leaves, strict=True)
         leaves = [_from_bits(leaf, aval.dtype) for leaf, aval in pairs]
@@ -250,6 +257,14 @@ def _decode(codec: Codec, encoded: Any) -> jax.Array:
 def _stored(codec: Codec, aval: Any) -> Any:
     """The shapes and dtypes of what is stored."""
     return jax.eval_shape(partial(_encode, codec, 0), aval)
+
+
+@functools.lru_cache(1024)
+def _light(codec: Codec, aval: Any) -> bool:
+    """Whether decoding is no more than arithmetic on each entry."""
+    decode = jax.make_jaxpr(partial(_decode, codec))(_stored(codec, aval))
+    made = {op.kind for op in graph_of(decode).ops}
+    return made <= ELEMENTWISE | LAYOUT - {"gather", "scatter"}
 
 
 # --- differentiation -------------------------------------------------------------

@@ -38,8 +38,11 @@ def filled_up(x: jax.Array, *, group: int, axis: int, edge: bool) -> jax.Array:
     missing = -x.shape[axis] % group
     if not missing:
         return x
+    if not edge:
+        widths = [(0, 0, 0)] * x.ndim
+        widths[axis] = 0, missing, 0
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
     last = jax.lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
-    last = last if edge else jnp.zeros_like(last)
     return jnp.concatenate([x, *[last] * missing], axis)
 
 

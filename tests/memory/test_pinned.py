@@ -10,12 +10,16 @@ from configs import MODELS
 from methods import Method
 from training import Training
 
-# Bytes of a step of LLaMA-60M, 64 x 256 tokens in bfloat16, on an H200 (jax 0.12.0.1;
-# those of 0.11.2 are within 2 %). Attention in plain XLA: cuDNN need not be installed.
+# Bytes of a step of LLaMA-60M, 64 x 256 tokens, computed in bfloat16, on an H200 (jax
+# 0.12.0.1; those of 0.11.2 are within 2 %). XLA's attention: cuDNN may be missing.
+HALF, FULL = jnp.bfloat16, jnp.float32  # of the parameters
+INT4 = Method("exact", checkpoint="int4")
+COMPACT = Method("compact", rank=0.25, checkpoint="int4")
 PINNED = {
-    "exact": (Method("exact"), 8_478_230_510),
-    "int4": (Method("exact", checkpoint="int4"), 1_704_814_838),
-    "compact, int4": (Method("compact", rank=0.25, checkpoint="int4"), 1_510_463_776),
+    "exact": (Method("exact"), HALF, 8_459_334_894),
+    "int4": (INT4, HALF, 1_690_089_454),
+    "int4, float32 parameters": (INT4, FULL, 1_904_937_200),
+    "compact, int4": (COMPACT, HALF, 1_494_752_022),
 }
 
 
@@ -23,13 +27,13 @@ PINNED = {
 @pytest.mark.parametrize("name", PINNED)
 def test_the_peak_of_a_training_step(name, tmp_path, monkeypatch, optax_promotion):
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
-    method, pinned = PINNED[name]
+    method, param_dtype, pinned = PINNED[name]
     training = Training(
         MODELS["60m"],
         method,
         optax.constant_schedule(1e-4),
         dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
+        param_dtype=param_dtype,
         attention="xla",
     )
     tokens = jax.ShapeDtypeStruct((1, 64, 257), jnp.int32)
@@ -41,4 +45,5 @@ def test_the_peak_of_a_training_step(name, tmp_path, monkeypatch, optax_promotio
         f"{found}"
     )
     assert sum(found.breakdown.values()) == found.peak_bytes
-    assert found.breakdown["unused"] < 0.02 * found.peak_bytes
+    # Holes between XLA's buffers: up to 2.3 % of so small a program, 0.5 % of larger.
+    assert found.breakdown["unused"] < 0.03 * found.peak_bytes

@@ -1,0 +1,165 @@
+"""In which order a backward pass is made, so that little of it lives at a time."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxcompact.graph import Graph, Op, Value, read, tie
+from jaxcompact.kinds import ELEMENTWISE, expensive, renames
+
+
+@dataclass(frozen=True)
+class Later:
+    """An array that is made where it is first read.
+
+    Attributes:
+        leaves: what it is made of.
+        make: makes it of them.
+        light: whether it may be made again rather than kept.
+    """
+
+    leaves: Sequence[Any]
+    make: Callable[[Sequence[Any]], Any]
+    light: bool
+
+
+class Schedule:
+    """The order of a backward pass.
+
+    Left to itself XLA decodes early, and makes weight gradients late, as nothing else
+    reads them: it keeps what is decoded and what the gradients are made of. So
+
+    - what is not made of cotangents comes where it is first needed;
+    - a `Later` waits for the expensive operation before its reader, or for what else
+      its reader needs where that is in memory in any case;
+    - a light one, and what is elementwise made of it, is not kept while an expensive
+      operation runs, but made again for what reads it afterwards;
+    - a matrix product among the outputs is made where its operands are.
+
+    Args:
+        graph: the backward pass.
+        inputs: its inputs, some of them `Later`.
+        cts: how many of these, the last ones, are cotangents.
+    """
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any], cts: int):
+        self.graph, self.inputs = graph, inputs
+        self.chain = _made_of(graph, graph.inputs[len(inputs) - cts :])
+        ops, self.reader = _when_needed(graph, self.chain)
+        self.ordered = replace(graph, ops=ops)
+        self.number = {op: i for i, op in enumerate(ops)}
+        self.maker = {v: op for op in ops for v in op.outs}
+        self.last = {v: i for op, i in self.number.items() for v in op.reads}
+        pairs = zip(graph.inputs, inputs, strict=True)
+        self.later = {v: x for v, x in pairs if isinstance(x, Later)}
+        self.light = {v for v, x in self.later.items() if x.light}
+        for op in ops:
+            fused = op.kind in ELEMENTWISE or renames(op)
+            if fused and self.chain.isdisjoint(op.outs):
+                if not self.light.isdisjoint(op.reads):
+                    self.light.update(op.outs)
+        self.final = {v for v in graph.outputs if not isinstance(v, Literal)}
+        for op in reversed(ops):
+            same = renames(op) or op.kind == "convert_element_type"
+            if same and not self.final.isdisjoint(op.outs):
+                self.final.update(op.reads)
+        self.now = self.stage = 0  # operations, and expensive ones, so far
+        self.stages: dict[int, int] = {}  # in which stage a value was made
+        self.before: list[int] = []  # what the last expensive operation made
+        self.products: list[int] = []
+
+    def run(self) -> list[Any]:
+        env = self.ordered.run(self.inputs, self._rule)
+        return [self._read(v, env, None) for v in self.graph.outputs]
+
+    def _rule(self, op: Op, _: list[Any], env: dict[int, Any]) -> list[Any]:
+        self.now = self.number[op]
+        outs = op.bind(*(self._read(v, env, op) for v in op.ins))
+        if self.chain.isdisjoint(op.outs):
+            self.stages.update(dict.fromkeys(op.outs, self.stage))
+            return outs
+        if expensive(op):
+            self.stage += 1
+            self.before = self._read_later(op.outs) or self.before
+        if op.kind not in ("dot_general", "conv_general_dilated"):
+            return outs
+        if self.final.isdisjoint(op.outs):
+            self.products.extend(op.outs)
+            return outs
+        # What else is to be made of its operands, or of products, waits for it.
+        waiting = self._read_later({*self.products, *op.reads})
+        outs, tied = tie((outs, [env[v] for v in waiting]))
+        env.update(zip(waiting, tied, strict=True))
+        return outs
+
+    def _read_later(self, values: Iterable[int]) -> list[int]:
+        return [v for v in values if self.last.get(v, -1) > self.now]
+
+    def _read(self, value: Value, env: dict[int, Any], op: Op | None) -> Any:
+        if isinstance(value, Literal):
+            return value.val
+        stale = value in self.light and self.stages.get(value) != self.stage
+        missing = value in self.later and value not in self.stages
+        if missing or (stale and op is not None and not _keeps(op)):
+            self._make(value, env, self.reader.get(op, op))
+        return env[value]
+
+    def _make(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
+        needed, ops = [value], set()
+        while needed:
+            v = needed.pop()
+            if v in self.later:
+                self._decode(v, env, reader)
+            elif self.maker[v] not in ops:
+                ops.add(self.maker[v])
+                light = (u for u in self.maker[v].reads if u in self.light)
+                needed.extend(u for u in light if self.stages[u] != self.stage)
+        for op in sorted(ops, key=self.number.__getitem__):
+            outs = op.bind(*(read(env, v) for v in op.ins))
+            env.update(zip(op.outs, outs, strict=True))
+            self.stages.update(dict.fromkeys(op.outs, self.stage))
+
+    def _decode(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
+        later, after = self.later[value], self._read_later(self.before)
+        if reader is not None and _keeps(reader):
+            after = [v for v in reader.reads if v in self.chain]
+        # One leaf is enough, and the others stay slices of what a loop has stacked.
+        leaves = list(later.leaves)
+        k = min(range(len(leaves)), key=lambda i: leaves[i].nbytes)
+        leaves[k], tied = tie((leaves[k], [env[v] for v in after]))
+        env.update(zip(after, tied, strict=True))
+        env[value] = later.make(leaves)
+        self.stages[value] = self.stage
+
+
+def _keeps(op: Op) -> bool:
+    """Whether what it reads has to be in memory."""
+    return expensive(op) or op.kind == "optimization_barrier"
+
+
+def _made_of(graph: Graph, inputs: Iterable[int]) -> set[int]:
+    made = set(inputs)
+    for op in graph.ops:
+        if not made.isdisjoint(op.reads):
+            made.update(op.outs)
+    return made
+
+
+def _when_needed(graph: Graph, chain: set[int]) -> tuple[list[Op], dict[Op, Op]]:
+    """The operations, and which one on the chain each of them is first needed by."""
+    number = {op: i for i, op in enumerate(graph.ops)}
+    maker = {v: op for op in graph.ops for v in op.outs}
+    reader: dict[Op, Op] = {}
+    for op in graph.ops:
+        if chain.isdisjoint(op.outs):
+            continue
+        needed, found = [op], {op}
+        while needed:
+            makers = {maker[v] for v in needed.pop().reads if v in maker}
+            new = makers - found - reader.keys()
+            found |= new
+            needed.extend(new)
+        reader.update(dict.fromkeys(sorted(found, key=number.__getitem__), op))
+    return [*reader, *(op for op in graph.ops if op not in reader)], reader

@@ -1,0 +1,106 @@
+"""The order of a backward pass, as its jaxpr has it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Literal, jaxprs_in_params
+
+import jaxcompact as jc
+
+N = 64
+INT4 = jc.Quantized(4)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape) / 8
+
+
+W, X = (normal(0, N, N), normal(1, N, N)), normal(2, 4, N)
+
+
+def gated(w, x):
+    """A product reads the hidden values; after it, the gradient reads their factors."""
+    a = x @ w[0]
+    return (jnp.tanh(a) * a) @ w[1]
+
+
+def backward(fun, policy, w=W, x=X):
+    """The operations of the gradient with respect to the parameters."""
+    wrapped = jc.checkpoint(fun, policy=policy)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w: wrapped(w, x).sum().astype("float32")))(w)
+    (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_backward")
+    (inner,) = jaxprs_in_params(call.params)
+    return inner.eqns
+
+
+def places(eqns, name):
+    """Where operations of this name are, or calls of a function of this name."""
+    names = [(eqn.primitive.name, eqn.params.get("name")) for eqn in eqns]
+    return [i for i, found in enumerate(names) if name in found]
+
+
+def made_of(eqns, i):
+    """All operations that the i-th one waits for."""
+    maker = {v: k for k, eqn in enumerate(eqns) for v in eqn.outvars}
+    needed, found = [i], set()
+    while needed:
+        read = eqns[needed.pop()].invars
+        new = {maker[v] for v in read if not isinstance(v, Literal) and v in maker}
+        needed.extend(new - found)
+        found |= new
+    return found
+
+
+def test_arithmetic_is_done_again_after_a_product():
+    """Kept meanwhile, the decoded tensor would be alive beside the product."""
+    eqns = backward(gated, jc.policies.uniform(INT4))
+    weights, hidden, _ = places(eqns, "dot_general")
+    first, second = places(eqns, "_decode")
+    assert first < weights < hidden < second
+    assert len(places(eqns, "tanh")) == 2
+    assert hidden in made_of(eqns, second)
+
+
+@pytest.mark.parametrize(
+    "codec", [jc.Chain(jc.Hadamard(), INT4), jc.OutlierQuantized(), jc.Offload()]
+)
+def test_what_takes_more_than_arithmetic_is_done_once(codec):
+    eqns = backward(gated, jc.policies.uniform(codec))
+    assert len(places(eqns, "_decode")) == 1
+
+
+def test_what_a_product_reads_is_decoded_once():
+    """It is in memory then; here for the gradients of three matrices."""
+    w = normal(3, 3, N, N)
+
+    def fun(w, x):
+        x = jnp.sin(x @ w[0])
+        return jnp.sin(jnp.sin(x @ w[1]) * (x @ w[2]))
+
+    policy = jc.Policy({"sin.0": INT4}, default=jc.Save())
+    assert len(places(backward(fun, policy, w), "_decode")) == 1
+
+
+def test_a_layer_is_decoded_after_the_layers_behind_it():
+    w = normal(4, 6, N, N)
+
+    def layers(w, x):
+        for w_nn in w:
+            x = jnp.tanh(x @ w_nn)
+        return x
+
+    eqns = backward(layers, jc.policies.uniform(INT4), w)
+    decodes, products = places(eqns, "_decode"), places(eqns, "dot_general")
+    waits = [len(made_of(eqns, i) & set(products)) for i in decodes]
+    assert waits == sorted(waits) and set(waits) == {0, 1, 2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_weight_gradients_do_not_wait(dtype):
+    """Also where they are cast to the parameters' dtype last."""
+    eqns = backward(
+        lambda w, x: gated([a.astype(dtype) for a in w], x.astype(dtype)),
+        jc.policies.uniform(INT4),
+    )
+    weights, hidden, _ = places(eqns, "dot_general")
+    assert weights in made_of(eqns, hidden)
