@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,8 +144,9 @@ def make_step(
 ):
     """The jitted step and its abstract arguments."""
     kind = jnp.dtype(dtype)
+    cfg = MODELS[model]
     training = Training(
-        MODELS[model],
+        replace(cfg, max_seq=max(seq, cfg.max_seq)),
         parse(method),
         optax.constant_schedule(1e-4),
         dtype=kind,
