@@ -44,8 +44,8 @@ from training import Training  # noqa: E402
 RANK = 0.25  # of compact and galore
 KEYS = ("table", "model", "batch", "seq", "devices", "device", "method")
 # Which rows docs/results.md has: (models, batch x seq, devices, methods).
-POLICIES = ("exact", "dots", "dots_no_batch", "remat", "offload", "galore")
-POLICIES += ("int8", "int4", "int3", "int2")
+POLICIES = ("exact", "everything", "dots", "dots_no_batch", "dots_offload", "remat")
+POLICIES += ("offload", "galore", "int8", "int4", "int3", "int2")
 COMPACT = ("compact", "compact+int4", "compact+int3", "compact+remat")
 PEAKS = [
     ("350m", 128, 256, 1, (*POLICIES, "int4_attention", "uniform4", *COMPACT)),

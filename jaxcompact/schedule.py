@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, read, tie
+from jaxcompact.graph import Graph, Op, read, tie
 from jaxcompact.kinds import ELEMENTWISE, expensive, renames
 
 
@@ -72,11 +72,15 @@ class Schedule:
 
     def run(self) -> list[Any]:
         env = self.ordered.run(self.inputs, self._rule)
-        return [self._read(v, env, None) for v in self.graph.outputs]
+        for value in self.later.keys() & self.final:
+            self._prepare(value, env, None)
+        return [read(env, v) for v in self.graph.outputs]
 
     def _rule(self, op: Op, _: list[Any], env: dict[int, Any]) -> list[Any]:
         self.now = self.number[op]
-        outs = op.bind(*(self._read(v, env, op) for v in op.ins))
+        for value in op.reads:
+            self._prepare(value, env, op)
+        outs = op.bind(*(read(env, v) for v in op.ins))
         if self.chain.isdisjoint(op.outs):
             self.stages.update(dict.fromkeys(op.outs, self.stage))
             return outs
@@ -97,22 +101,19 @@ class Schedule:
     def _read_later(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.last.get(v, -1) > self.now]
 
-    def _read(self, value: Value, env: dict[int, Any], op: Op | None) -> Any:
-        if isinstance(value, Literal):
-            return value.val
+    def _prepare(self, value: int, env: dict[int, Any], op: Op | None) -> None:
         stale = value in self.light and self.stages.get(value) != self.stage
         missing = value in self.later and value not in self.stages
         if missing or (stale and op is not None and not _keeps(op)):
             self._make(value, env, self.reader.get(op, op))
-        return env[value]
 
     def _make(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
         needed, ops = [value], set()
         while needed:
             v = needed.pop()
-            if v in self.later:
+            if v in self.later and self.stages.get(v) != self.stage:
                 self._decode(v, env, reader)
-            elif self.maker[v] not in ops:
+            elif v not in self.later and self.maker[v] not in ops:
                 ops.add(self.maker[v])
                 light = (u for u in self.maker[v].reads if u in self.light)
                 needed.extend(u for u in light if self.stages[u] != self.stage)
@@ -122,14 +123,16 @@ class Schedule:
             self.stages.update(dict.fromkeys(op.outs, self.stage))
 
     def _decode(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
-        later, after = self.later[value], self._read_later(self.before)
+        later = self.later[value]
+        after = [v for v in self.before if self.last[v] >= self.now]
         if reader is not None and _keeps(reader):
             after = [v for v in reader.reads if v in self.chain]
-        # One leaf is enough, and the others stay slices of what a loop has stacked.
         leaves = list(later.leaves)
-        k = min(range(len(leaves)), key=lambda i: leaves[i].nbytes)
-        leaves[k], tied = tie((leaves[k], [env[v] for v in after]))
-        env.update(zip(after, tied, strict=True))
+        if after:
+            # One leaf is enough; the others stay slices of what a loop has stacked.
+            k = min(range(len(leaves)), key=lambda i: leaves[i].nbytes)
+            leaves[k], tied = tie((leaves[k], [env[v] for v in after]))
+            env.update(zip(after, tied, strict=True))
         env[value] = later.make(leaves)
         self.stages[value] = self.stage
 

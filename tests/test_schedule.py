@@ -6,6 +6,8 @@ import pytest
 from jax.extend.core import Literal, jaxprs_in_params
 
 import jaxcompact as jc
+from jaxcompact.graph import graph_of
+from jaxcompact.schedule import Later, Schedule
 
 N = 64
 INT4 = jc.Quantized(4)
@@ -104,3 +106,10 @@ def test_weight_gradients_do_not_wait(dtype):
     )
     weights, hidden, _ = places(eqns, "dot_general")
     assert weights in made_of(eqns, hidden)
+
+
+def test_what_is_an_output_itself_is_made():
+    jaxpr = jax.make_jaxpr(lambda a, ct: (a, 2 * ct, 3.0))(1.0, 1.0)
+    later = Later([jnp.float32(5)], lambda leaves: leaves[0] + 1, light=True)
+    outs = Schedule(graph_of(jaxpr), [later, jnp.float32(4)], cts=1).run()
+    assert [float(x) for x in outs] == [6, 8, 3]

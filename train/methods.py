@@ -26,6 +26,10 @@ CHECKPOINT = {
     "nothing": "nothing",
     "dots": jax.checkpoint_policies.dots_saveable,
     "dots_no_batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots_offload": jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
+    "everything": jax.checkpoint_policies.everything_saveable,
     "int8": jc.policies.int8(),
     "int4": jc.policies.int4(),
     # Attention is run again, from decoded q, k and v.

@@ -95,7 +95,8 @@ def peak(
         step: a function, jitted or not.
         args: its arguments: arrays, or `jax.ShapeDtypeStruct`s. Those with a
             `jax.NamedSharding` lie so on the cards; the mesh may be of other devices,
-            as many, or abstract.
+            as many, or abstract. Those in the host's memory count as the card's:
+            XLA forgets where they are when it compiles for a GPU that is not there.
         device: a key of `devices`.
         devices: how many; those of the arguments' mesh. To be sure.
         donate: arguments that the step may overwrite, if it is not jitted.
