@@ -44,15 +44,16 @@ from training import Training  # noqa: E402
 RANK = 0.25  # of compact and galore
 KEYS = ("table", "model", "batch", "seq", "devices", "device", "method")
 # Which rows docs/results.md has: (models, batch x seq, devices, methods).
-POLICIES = ("exact", "everything", "dots", "dots_no_batch", "dots_offload", "remat")
-POLICIES += ("offload", "galore", "int8", "int4", "int3", "int2")
+POLICIES = ("exact", "dots", "dots_no_batch", "dots_offload", "remat", "offload")
+POLICIES += ("galore", "int8", "int4", "int2")
 COMPACT = ("compact", "compact+int4", "compact+int3", "compact+remat")
+VARIANTS = ("int4_attention", "uniform4")
 PEAKS = [
-    ("350m", 128, 256, 1, (*POLICIES, "int4_attention", "uniform4", *COMPACT)),
+    ("350m", 128, 256, 1, ("everything", *POLICIES, "int3", *VARIANTS, *COMPACT)),
     ("1b", 32, 1024, 1, ("exact", "dots_no_batch", "remat", "int4", "int3", *COMPACT)),
 ]
 PEAKS_FULL = [
-    (model, 2**15 // seq, seq, devices, (*POLICIES, *COMPACT))
+    (model, 2**15 // seq, seq, devices, (*POLICIES, *COMPACT[:2]))
     for (model, devices), seq in itertools.product(
         (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
     )
