@@ -4,7 +4,7 @@
         --method exact,remat,compact,int4,compact+int4 --json --plot peak.png
     python benchmarks/memory.py all      # the rows of docs/results.md, 10 minutes
     python benchmarks/memory.py all --full                                # an hour
-    python benchmarks/memory.py table
+    python benchmarks/memory.py table [--plot sizes.png]
 
 A method is an optimizer's (exact, compact, galore), a checkpoint policy's (remat, dots,
 int8, int4, ...) or both, with a +. On several devices parameters, moments and tokens
@@ -43,28 +43,28 @@ from training import Training  # noqa: E402
 
 RANK = 0.25  # of compact and galore
 KEYS = ("table", "model", "batch", "seq", "devices", "device", "method")
-# Which rows docs/results.md has: (models, batch x seq, devices, methods).
+# Which rows docs/results.md has: (model, batch, seq, devices, methods).
 POLICIES = ("exact", "dots", "dots_no_batch", "dots_offload", "remat", "offload")
 POLICIES += ("galore", "int8", "int4", "int2")
 COMPACT = ("compact", "compact+int4", "compact+int3", "compact+remat")
-VARIANTS = ("int4_attention", "uniform4")
-PEAKS = [
-    ("350m", 128, 256, 1, ("everything", *POLICIES, "int3", *VARIANTS, *COMPACT)),
+VARIANTS = ("int3", "int4_attention", "uniform4")
+METHODS = [
+    ("350m", 128, 256, 1, ("everything", *POLICIES, *VARIANTS, *COMPACT)),
     ("1b", 32, 1024, 1, ("exact", "dots_no_batch", "remat", "int4", "int3", *COMPACT)),
 ]
-PEAKS_FULL = [
-    (model, 2**15 // seq, seq, devices, (*POLICIES, *COMPACT[:2]))
-    for (model, devices), seq in itertools.product(
-        (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
-    )
-]
-# CompAct's Table 3 and Figure 1; a batch of 128 x 256 on each device.
+# CompAct's Table 3 and Figure 1: 128 x 256 tokens on each card, 32 x 256 of the last.
 FIGURE = ("exact", "galore", "compact", "remat", "int4", "compact+int4")
 SIZES = [(m, 128, 256, 1, FIGURE) for m in ("60m", "130m", "350m", "1b")]
 SIZES_FULL = [
     ("7b", 128 * 8, 256, 8, FIGURE),
     ("13b", 128 * 8, 256, 8, FIGURE),
     ("70b", 32 * 64, 256, 64, FIGURE),
+]
+LENGTHS_FULL = [  # the same number of tokens in each
+    (model, 2**15 // seq, seq, devices, (*POLICIES, *COMPACT[:2]))
+    for (model, devices), seq in itertools.product(
+        (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
+    )
 ]
 LARGEST = (("350m", 256), ("1b", 1024))
 BUDGETS = ("16 GB", "32 GB", "80 GB", "141 GB")
@@ -221,15 +221,9 @@ def measure(
 def everything(full: bool) -> None:
     """Rows that are not there yet, two at a time."""
     done = {tuple(row.get(k) for k in KEYS) for row in rows_of_file()}
-    settings = [("peaks", *s) for s in PEAKS] + [("sizes", *s) for s in SIZES]
-    if full:
-        settings += [("sizes", *s) for s in SIZES_FULL]
-        settings += [("peaks", *s) for s in PEAKS_FULL]
-    jobs = []
-    for name, *setting, methods in settings:
-        for method in methods:
-            if (name, *setting, "h200", method) not in done:
-                jobs.append((name, measure, *setting, method))
+    settings = METHODS + SIZES + (SIZES_FULL + LENGTHS_FULL if full else [])
+    jobs = [("peaks", measure, *key) for key in keys(settings)]
+    jobs = [j for j in jobs if ("peaks", *j[2:6], "h200", j[6]) not in done]
     for (model, seq), budget in itertools.product(LARGEST, BUDGETS):
         for method in BATCHES:
             key = ("batches", model, None, seq, 1, budget, method)
@@ -278,30 +272,52 @@ def rows_of_file() -> list[dict]:
 # --- tables and plots ---
 
 
-HEADINGS = {
-    "sizes": "**Model sizes** (CompAct's Table 3 and Figure 1, as compiled):",
-    "peaks": "**Methods**:",
-    "batches": "**Largest batch**, and how many times that of exact:",
-}
-
-
 def table() -> None:
-    rows = {tuple(row.get(k) for k in KEYS): row for row in rows_of_file()}
-    parts = []
-    for name, heading in HEADINGS.items():
-        found = [row for row in rows.values() if row["table"] == name]
-        if name != "batches":
-            settings = ((*s[:4], m) for s in _settings(name) for m in s[4])
-            order = {key: i for i, key in enumerate(dict.fromkeys(settings))}
-            keys = "model", "batch", "seq", "devices", "method"
-            found.sort(key=lambda row: order[tuple(row[k] for k in keys)])  # noqa: B023
-        text = batches(found) if name == "batches" else markdown(found)
-        parts.append(f"{heading}\n\n{text}")
-    print("\n\n".join(parts))
+    rows = rows_of_file()
+    peaks = {
+        (*(row[k] for k in ("model", "batch", "seq", "devices")), row["method"]): row
+        for row in rows
+        if row["table"] == "peaks"
+    }
+    sizes, lengths, methods = (
+        [peaks[key] for key in keys(settings) if key in peaks]
+        for settings in (SIZES + SIZES_FULL, LENGTHS_FULL, METHODS)
+    )
+    parts = {
+        "**Model sizes** (CompAct's Table 3 and Figure 1, as compiled), peak in GiB:": (
+            matrix(sizes)
+        ),
+        "**Methods**:": markdown(methods),
+        "**Lengths of sequences**, peak in GiB:": matrix(lengths),
+        "**Largest batch**, and how many times that of exact:": (
+            batches([row for row in rows if row["table"] == "batches"])
+        ),
+    }
+    print("\n\n".join(f"{heading}\n\n{text}" for heading, text in parts.items()))
+    if "--plot" in sys.argv:
+        plot(sizes, Path(sys.argv[sys.argv.index("--plot") + 1]))
 
 
-def _settings(name: str) -> list:
-    return SIZES + SIZES_FULL if name == "sizes" else PEAKS + PEAKS_FULL
+def keys(settings: Sequence[tuple]) -> list[tuple]:
+    """``(model, batch, seq, devices, method)`` of each row, once."""
+    return list(dict.fromkeys((*s[:4], method) for s in settings for method in s[4]))
+
+
+def matrix(rows: Sequence[dict]) -> str:
+    """A line for each setting, a column for each method."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    found = {(_setting(row), row["method"]): row for row in rows}
+    lines = [["model, tokens", *methods], ["---"] * (1 + len(methods))]
+    for setting in dict.fromkeys(map(_setting, rows)):
+        each = (found.get((setting, method)) for method in methods)
+        cells = (f"{row['peak_bytes'] / 2**30:.2f}" if row else "" for row in each)
+        lines.append([setting, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _setting(row: dict) -> str:
+    several = f" on {row['devices']}" if row["devices"] > 1 else ""
+    return f"{row['model']}, {row['batch']} x {row['seq']}{several}"
 
 
 def markdown(rows: Sequence[dict]) -> str:
@@ -310,9 +326,8 @@ def markdown(rows: Sequence[dict]) -> str:
     measured = any("measured_bytes" in row for row in rows)
     lines = [head + ["measured"] * measured, ["---"] * (len(head) + measured)]
     for row in rows:
-        several = f" on {row['devices']}" if row["devices"] > 1 else ""
         cells = [
-            f"{row['model']}, {row['batch']} x {row['seq']}{several}",
+            _setting(row),
             row["method"],
             f"{row['peak_bytes'] / 2**30:.2f}",
             *(f"{row['breakdown'][kind] / 2**30:.2f}" for kind in kinds),
@@ -351,37 +366,60 @@ def batches(rows: Sequence[dict]) -> str:
 
 
 def plot(rows: Sequence[dict], path: Path) -> None:
-    """A bar for each row, of what its peak is made of."""
+    """A panel for each model; in it a bar for each method, of what it is made of."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    labels = [
-        f"{row['model']}\n{row['method']}" if len({r["model"] for r in rows}) > 1
-        else row["method"]
-        for row in rows
-    ]  # fmt: skip
-    figure, axes = plt.subplots(figsize=(1.5 + 0.9 * len(rows), 4.5))
-    bottom = [0.0] * len(rows)
-    colors = plt.get_cmap("tab10").colors
-    for kind, color in zip(memory.KINDS, colors, strict=False):
-        heights = [row["breakdown"][kind] / 2**30 for row in rows]
-        if kind in _shown(rows):
-            axes.bar(labels, heights, bottom=bottom, label=kind, color=color)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    for i, total in enumerate(bottom):
-        axes.text(i, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
-    first = rows[0]
-    card = memory.devices()[first["device"]].name
-    several = f", each of {first['devices']}" if first["devices"] > 1 else ""
-    model = f"{first['model']}, " if len({row["model"] for row in rows}) == 1 else ""
-    axes.set_title(f"{model}{first['batch']} x {first['seq']} tokens, {card}{several}")
-    axes.set_ylabel("peak, GiB")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        key = row["model"], row["batch"], row["seq"], row["devices"], row["device"]
+        groups.setdefault(key, []).append(row)
+    across = min(len(groups), 4)
+    down = -(-len(groups) // across)
+    width = sum(sorted(map(len, groups.values()))[-across:])
+    figure, panels = plt.subplots(
+        down, across, squeeze=False, figsize=(2 + 0.7 * width, 4.2 * down)
+    )
+    kinds = _shown(rows)
+    colors = dict(zip(memory.KINDS, plt.get_cmap("tab10").colors, strict=False))
+    panels = list(panels.flat)
+    for axes, (setting, bars) in zip(panels, groups.items(), strict=False):
+        _panel(axes, setting, bars, {kind: colors[kind] for kind in kinds})
+    for axes in panels[len(groups) :]:
+        axes.set_axis_off()
+    for axes in panels[::across]:
+        axes.set_ylabel("peak of one card, GiB")
+    handles, labels = panels[0].get_legend_handles_labels()
+    spare = panels[len(groups) :]
+    where = spare[0] if spare else panels[0]
+    where.legend(
+        handles[::-1],
+        labels[::-1],
+        frameon=False,
+        fontsize=8,
+        loc="center" if spare else "best",
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+
+
+def _panel(axes, setting: tuple, rows: Sequence[dict], colors: dict[str, tuple]):
+    model, batch, seq, devices, device = setting
+    several = f"on {devices} {memory.devices()[device].name}"
+    axes.set_title(f"{model}, {batch} x {seq} tokens\n{several}", fontsize=9)
+    bottom = [0.0] * len(rows)
+    for kind, color in colors.items():
+        heights = [row["breakdown"][kind] / 2**30 for row in rows]
+        methods = [row["method"].replace("+", "\n+") for row in rows]
+        axes.bar(methods, heights, bottom=bottom, label=kind, color=color)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    for i, row in enumerate(rows):
+        total = row["peak_bytes"] / 2**30
+        axes.text(i, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
+    axes.tick_params(axis="x", labelsize=7, rotation=45)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

@@ -269,7 +269,6 @@ class Replay:
     # --- backward ---
 
     def _trace_backward(self) -> None:
-        graph = self.graph
         made_again = {
             s.op
             for s, (_, action, _) in self.chosen.items()
@@ -282,12 +281,38 @@ class Replay:
             and not (isinstance(s, Residual) and s.op in made_again)
             and not (isinstance(action, Derivative) and action.value is None)
             and not (isinstance(s, Choice) and action == Save())  # nothing is decoded
-            and s not in graph.inputs
+            and s not in self.graph.inputs
         ]
         stored += [Slope(v) for v in self.slopes]
         derived = [
             s for s in self.fixed if isinstance(s, Residual) and s.op not in made_again
         ]
+        self.backward, (inputs, values, derived_used, self.cts_used) = (
+            self._cut_backward(stored, derived, made_again)
+        )
+        self._assign(
+            inputs,
+            [s for s, u in zip(stored, values, strict=True) if u],
+            [s for s, u in zip(derived, derived_used, strict=True) if u],
+        )
+
+    def reads(self) -> set[Source]:
+        """What the backward pass reads if it finds everything: values and residuals."""
+        graph, fixed = self.graph, self.tensors.fixed
+        values = [v for op in graph.ops for v in op.outs if v not in fixed]
+        residuals = [s for s in self.sources if isinstance(s, Residual)]
+        residuals = [s for s in residuals if s not in self.fixed]
+        derived = [s for s in self.fixed if isinstance(s, Residual)]
+        stored = [*values, *residuals]
+        _, (inputs, used, _, _) = self._cut_backward(stored, derived, set())
+        read_ = {v for v, u in zip(graph.inputs, inputs, strict=True) if u}
+        return read_ | {s for s, u in zip(stored, used, strict=True) if u}
+
+    def _cut_backward(
+        self, stored: list[Source], derived: list[Source], made_again: set[Op]
+    ) -> tuple[Program, tuple[list[bool], ...]]:
+        """The backward pass, and what it uses of each kind of argument."""
+        graph = self.graph
         count = len(graph.inputs), len(stored), len(derived)
 
         def backward(*args):
@@ -334,15 +359,10 @@ class Replay:
             *(self.avals[s] for s in [*stored, *derived]),
             *(graph.avals[graph.outputs[i]].to_ct_aval() for i in self.active),
         )
-        self.backward, used = program.cut([True] * len(self.wrt))
+        backward, used = program.cut([True] * len(self.wrt))
         inputs, used = used[: count[0]], used[count[0] :]
         values, used = used[: count[1]], used[count[1] :]
-        derived_used, self.cts_used = used[: count[2]], used[count[2] :]
-        self._assign(
-            inputs,
-            [s for s, u in zip(stored, values, strict=True) if u],
-            [s for s, u in zip(derived, derived_used, strict=True) if u],
-        )
+        return backward, (inputs, values, used[: count[2]], used[count[2] :])
 
     def _replay_block(self, op: Op, values: list[Any], env: dict, pins: dict) -> list:
         tree = self.trees[op]

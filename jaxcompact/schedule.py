@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, read, tie
+from jaxcompact.graph import Graph, Op, on_host, read, tie
 from jaxcompact.kinds import ELEMENTWISE, expensive, renames
 
 
@@ -33,7 +33,8 @@ class Schedule:
 
     - what is not made of cotangents comes where it is first needed;
     - a `Later` waits for the expensive operation before its reader, or for what else
-      its reader needs where that is in memory in any case;
+      its reader needs where that is in memory in any case; one that lies in the host's
+      memory is fetched as early as XLA likes;
     - a light one, and what is elementwise made of it, is not kept while an expensive
       operation runs, but made again for what reads it afterwards;
     - a matrix product among the outputs is made where its operands are.
@@ -128,9 +129,10 @@ class Schedule:
         if reader is not None and _keeps(reader):
             after = [v for v in reader.reads if v in self.chain]
         leaves = list(later.leaves)
-        if after:
+        here = [i for i, leaf in enumerate(leaves) if not on_host(leaf)]
+        if after and here:
             # One leaf is enough; the others stay slices of what a loop has stacked.
-            k = min(range(len(leaves)), key=lambda i: leaves[i].nbytes)
+            k = min(here, key=lambda i: leaves[i].nbytes)
             leaves[k], tied = tie((leaves[k], [env[v] for v in after]))
             env.update(zip(after, tied, strict=True))
         env[value] = later.make(leaves)

@@ -42,6 +42,8 @@ class Device:
         platform: "cuda" or "tpu".
         memory: bytes.
         memory_bandwidth: bytes a second.
+        flops: operations a second of products of dense 16-bit matrices, at best.
+        host_bandwidth: bytes a second to the host's memory, at best; None if unknown.
         target: what else the compiler asks for. Of a GPU: the compute capability, the
             number of streaming multiprocessors (cores) and what each of them has.
         source: where these figures are from.
@@ -51,6 +53,8 @@ class Device:
     platform: str
     memory: int
     memory_bandwidth: int
+    flops: int
+    host_bandwidth: int | None
     target: Mapping[str, Any]
     source: str
 

@@ -211,7 +211,8 @@ def _key(lowered: Any, card: Any, kinds: dict[str, str], count: int) -> str:
             versions.append(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
             versions.append(None)
-    parts = text, asdict(card), kinds, count, versions, os.environ.get("XLA_FLAGS")
+    topology = card.topology(count)
+    parts = text, topology, kinds, count, versions, os.environ.get("XLA_FLAGS")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
