@@ -60,8 +60,8 @@ SIZES_FULL = [
     ("13b", 128 * 8, 256, 8, FIGURE),
     ("70b", 32 * 64, 256, 64, FIGURE),
 ]
-LENGTHS_FULL = [  # the same number of tokens in each
-    (model, 2**15 // seq, seq, devices, (*POLICIES, *COMPACT[:2]))
+LENGTHS_FULL = [  # the same number of tokens on each card
+    (model, devices * 2**15 // seq, seq, devices, (*POLICIES, *COMPACT[:2]))
     for (model, devices), seq in itertools.product(
         (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
     )
