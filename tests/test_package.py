@@ -26,13 +26,13 @@ LAYERS = (
     {"policies", "replay"},
     {"traced"},
     {"checkpoint"},
-    {"explain"},
+    {"explain", "planner"},
     {"optimizers"},
     {"nnx", "linen"},
     {"cli"},
     {"__main__"},
 )
-NEEDS = {"jax", "flax", "optax", "numpy", "jaxcompact"}  # numpy comes with jax
+NEEDS = {"jax", "flax", "optax", "jaxcompact", "numpy", "scipy"}  # these with jax
 EXTRAS = """orbax tokenizers safetensors zstandard pyarrow matplotlib tensorboardX
     tqdm pytest hypothesis chex""".split()
 

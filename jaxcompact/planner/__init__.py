@@ -1,0 +1,4 @@
+"""The planner: which tensors to keep, encode, move or make again, under a budget."""
+
+from jaxcompact.planner.plan import Plan as Plan
+from jaxcompact.planner.plan import plan as plan

@@ -1,0 +1,172 @@
+"""The fastest choice that fits, as a mixed integer linear program.
+
+Of a block with items i, their options o and operations p::
+
+    minimize    sum_p seconds_p again_p + sum_io seconds_io stored_io
+    needed_i    = sum_o stored_io + remade_i
+    again_p    >= remade_i                of what p makes
+    needed_v   >= again_p                 of what p reads
+    needed_v    = 1                       of what the backward pass reads
+    sum_io bytes_io stored_io            <= bytes
+    sum_io weight_i noise_io stored_io   <= error
+
+``stored`` are 0 or 1; the rest follows. A parent that several tensors are made of is
+made again once. Source: the closure of notes on Adacc (arXiv 2508.00806); the paper
+prints no formulation.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from jaxcompact.planner.problem import Option, Problem
+from jaxcompact.replay import Residual
+
+_TIE = 1e-6  # of the time it takes to move a byte: of equal plans, the smaller
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What to do with each item of a problem.
+
+    Attributes:
+        chosen: an option for each item, or None where it is made again or not needed.
+        seconds: beside those of keeping everything, of one layer.
+        nbytes: stored, of one layer.
+        noise: weighted sum of squares.
+    """
+
+    chosen: tuple[Option | None, ...]
+    seconds: float
+    nbytes: int
+    noise: float
+
+
+def solve(
+    problem: Problem,
+    *,
+    nbytes: float = np.inf,
+    noise: float = np.inf,
+    weights: Mapping[str, float] | None = None,
+    smallest: bool = False,
+) -> Solution | None:
+    """The fastest plan within ``nbytes`` and ``noise``, or the smallest; None if none.
+
+    ``weights``: of each tensor's noise, by name; 1 where it has none.
+    """
+    if nbytes < 0 or noise < 0:
+        return None
+    program = _Program()
+    size, error, time = {}, {}, {}
+    remade = {}
+    value_of = {item.source: item for item in problem.items}
+    needed: dict[object, int] = {}
+
+    def need(source) -> int:
+        if source not in needed:
+            needed[source] = program.variable(least=source in problem.needed)
+        return needed[source]
+
+    stored = {}
+    for item in problem.items:
+        remade[item.source] = again = program.variable(most=item.again)
+        row = {need(item.source): -1.0, again: 1.0}
+        weight = (weights or {}).get(item.tensor.name, 1.0)
+        for k, option in enumerate(item.options):
+            x = stored[item.source, k] = program.variable(binary=True)
+            row[x] = 1.0
+            size[x], time[x] = option.nbytes, option.seconds
+            error[x] = weight * option.noise
+        program.row(row, 0, 0)
+
+    ran = {op: program.variable() for op in problem.runs}
+    first: dict[object, int] = {}
+    for item in problem.items:
+        source = item.source
+        if isinstance(source, Residual):
+            op, again = source.op, remade[source]
+            # A block that runs again for one residual makes all of them.
+            if first.setdefault(op, again) != again:
+                program.row({again: 1.0, first[op]: -1.0}, 0, 0)
+        elif source in problem.makers:
+            op, again = problem.makers[source], remade[source]
+        else:
+            continue
+        program.row({ran[op]: 1.0, again: -1.0}, 0, np.inf)
+    for value, op in problem.makers.items():
+        if value not in value_of and value not in problem.free:
+            program.row({ran[op]: 1.0, need(value): -1.0}, 0, np.inf)
+    for op, seconds in problem.runs.items():
+        time[ran[op]] = seconds
+        for value in op.reads:
+            if value not in problem.free:
+                program.row({need(value): 1.0, ran[op]: -1.0}, 0, np.inf)
+
+    if np.isfinite(nbytes):
+        program.row(size, -np.inf, nbytes)
+    if np.isfinite(noise):
+        program.row(error, -np.inf, noise)
+    if smallest:
+        cost = {k: float(v) for k, v in size.items()}
+        cost |= {k: v for k, v in time.items() if k not in size}
+    else:
+        total = sum(size.values()) or 1
+        cost = {k: v * 1e6 + _TIE * size.get(k, 0) / total for k, v in time.items()}
+    found = program.minimize(cost)
+    if found is None:
+        return None
+    chosen = []
+    for item in problem.items:
+        taken = (k for k in range(len(item.options)) if found[stored[item.source, k]])
+        k = next(taken, None)
+        chosen.append(None if k is None else item.options[k])
+    return Solution(
+        tuple(chosen),
+        sum(seconds for k, seconds in time.items() if found[k]),
+        sum(option.nbytes for option in chosen if option),
+        sum(error[k] for k in error if found[k]),
+    )
+
+
+class _Program:
+    """A program in the making: variables are numbers, rows are sparse."""
+
+    def __init__(self):
+        self.least, self.most, self.binary = [], [], []
+        self.rows: list[tuple[dict[int, float], float, float]] = []
+
+    def variable(self, least: float = 0, most: float = 1, binary: bool = False) -> int:
+        self.least.append(float(least))
+        self.most.append(float(most))
+        self.binary.append(int(binary))
+        return len(self.least) - 1
+
+    def row(self, terms: Mapping[int, float], least: float, most: float) -> None:
+        if terms := {k: v for k, v in terms.items() if v}:
+            self.rows.append((terms, least, most))
+
+    def minimize(self, cost: Mapping[int, float]) -> np.ndarray | None:
+        entries = defaultdict(float)
+        for i, (terms, _, _) in enumerate(self.rows):
+            scale = max(map(abs, terms.values()))
+            for k, v in terms.items():
+                entries[i, k] += v / scale
+        scales = [max(map(abs, terms.values())) for terms, _, _ in self.rows]
+        places = np.array(list(entries)).T
+        matrix = coo_array(
+            (list(entries.values()), (places[0], places[1])),
+            shape=(len(self.rows), len(self.least)),
+        ).tocsr()
+        lows = [least / s for (_, least, _), s in zip(self.rows, scales, strict=True)]
+        highs = [most / s for (_, _, most), s in zip(self.rows, scales, strict=True)]
+        found = milp(
+            [cost.get(k, 0.0) for k in range(len(self.least))],
+            constraints=LinearConstraint(matrix, lows, highs),
+            bounds=Bounds(self.least, self.most),
+            integrality=self.binary,
+        )
+        return None if found.x is None else found.x > 0.5

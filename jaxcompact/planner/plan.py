@@ -1,0 +1,326 @@
+"""Plans: the fastest policy under a memory budget, checked by compiling its step."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact import policies
+from jaxcompact.checkpoint import TRACERS, Params, as_tuple, checkpoint
+from jaxcompact.codecs import (
+    BitMask,
+    Chain,
+    Codec,
+    Float8,
+    Hadamard,
+    Narrow,
+    Offload,
+    OutlierQuantized,
+    Quantized,
+)
+from jaxcompact.memory.cards import find_device
+from jaxcompact.memory.peak import gib, peak
+from jaxcompact.memory.search import parse_bytes
+from jaxcompact.planner.milp import Solution, solve
+from jaxcompact.planner.problem import Problem, named, problem
+from jaxcompact.policy import Action, Derivative, Recompute, Save
+from jaxcompact.tensors import Tensor
+
+CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
+_COMPILES = 3
+_NEAR = 0.97  # of the budget: no other plan is looked for above that
+_ACTIONS = {
+    kind.__name__: kind
+    for kind in (
+        *(Save, Recompute, Derivative, Quantized, OutlierQuantized, Float8),
+        *(BitMask, Narrow, Hadamard, Offload, Chain),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy for `jaxcompact.checkpoint`: an action for each tensor of one block.
+
+    Attributes:
+        block: the block's name.
+        actions: name -> action, of every tensor.
+        device: the card it was made for.
+        budget: bytes that the step was to take at most.
+        seconds: modelled, beside those of keeping everything, of one layer.
+        nbytes: stored between the passes, of one layer.
+        error: modelled relative error of the gradient.
+        peak_bytes: of the step, compiled for the card.
+    """
+
+    block: str
+    actions: Mapping[str, Action] = field(hash=False)
+    device: str = field(compare=False)
+    budget: int = field(compare=False)
+    seconds: float = field(compare=False)
+    nbytes: int = field(compare=False)
+    error: float = field(compare=False)
+    peak_bytes: int = field(compare=False)
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        if tensor.name not in self.actions:
+            raise ValueError(
+                f"plan: it was made for another function: {self.block!r} had no "
+                f"{tensor.name!r}, but {', '.join(sorted(self.actions))}"
+            )
+        return self.actions[tensor.name], "planned"
+
+    def unused(self, names: set[str]) -> list[str]:
+        return sorted(set(self.actions) - names)
+
+    def to_json(self) -> str:
+        """As text, to be read, edited and given to `Plan.from_json`."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        found["actions"] = {n: _to_data(a) for n, a in self.actions.items()}
+        return json.dumps(found, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Raises ValueError for text that is no plan, naming what is wrong."""
+        try:
+            found = json.loads(text)
+            actions = {n: _from_data(a) for n, a in found.pop("actions").items()}
+            return cls(actions=actions, **found)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"plan: it is none: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Plan":
+        return cls.from_json(Path(path).read_text())
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.block}: {gib(self.peak_bytes)} of {gib(self.budget)} on "
+            f"{find_device(self.device).name}, {gib(self.nbytes)} a layer, "
+            f"{self.seconds * 1e6:.0f} us a layer, gradient error {self.error:.1%}"
+        ]
+        lines += [f"  {name:24}{action}" for name, action in self.actions.items()]
+        return "\n".join(lines)
+
+
+def plan(
+    block: Callable,
+    *args: Any,
+    layers: int = 1,
+    budget: int | str | None = None,
+    device: str = "h200",
+    params: Params = 0,
+    max_error: float | None = None,
+    weights: Mapping[str, float] | None = None,
+    codecs: Sequence[Codec] = CODECS,
+    make_step: Callable[[Any], tuple[Callable, tuple]] | None = None,
+    progress: Callable[[str], Any] | None = None,
+) -> Plan:
+    """The fastest policy for a block whose step fits in a budget.
+
+    For every tensor: keep it, encode it, move it to the host or make it again, such
+    that the modelled time is least (a mixed integer linear program over the block's
+    operations) and the step, *compiled for the card*, stays within the budget: the
+    program's own peak corrects the model, in at most three compiles.
+
+    Args:
+        block: the function that `jaxcompact.checkpoint` is to wrap.
+        args: its arguments; shapes are enough.
+        layers: how many such blocks follow each other, in a scan.
+        budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
+        device: a key of `jaxcompact.memory.devices`.
+        params: as in `jaxcompact.checkpoint`.
+        max_error: of the gradient, relative: the root of the sum over encoded tensors
+            of ``weight * noise``, each noise relative to its tensor.
+        weights: name -> weight of a tensor's noise; 1 by default.
+        codecs: what tensors may be encoded by. What attention is sensitive to is
+            stored as by `policies.int4`, or exactly.
+        make_step: ``policy -> (step, args)``, the step that is to fit, for
+            `jaxcompact.memory.peak`. By default the gradient of ``layers`` blocks in a
+            scan, each of which maps its first argument that is no parameter to one like
+            it.
+        progress: called with a line for each compile; by default it goes to stderr.
+
+    Times are those of a roofline of the card, not measured.
+
+    Raises ValueError for a budget that is none, above the card, or below what the
+    smallest plan takes (which it says), and for a ``max_error`` below that of any plan
+    that fits; ImportError without ``jaxcompact[memory]``.
+
+    Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
+
+    >>> import jax, jax.numpy as jnp, jaxcompact as jc
+    >>> def block(params, x):
+    ...     return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+    >>> of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    >>> params = {"up": of(512, 2048), "down": of(2048, 512)}
+    >>> found = jc.plan(block, params, of(8192, 512), layers=8, budget="300MiB",
+    ...                 progress=lambda line: None)
+    >>> found.peak_bytes < 300 * 2**20
+    True
+    """
+    card = find_device(device)
+    limit = card.memory if budget is None else parse_bytes(budget)
+    if limit > card.memory:
+        raise ValueError(
+            f"budget must be within the {gib(card.memory)} of {device!r}, got "
+            f"{gib(limit)}"
+        )
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"layers must be a positive int, got {layers!r}")
+    if max_error is not None and not max_error >= 0:
+        raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
+    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    make_step = make_step or _scan_step(block, args, layers, params)
+
+    base = policies.int4()
+    trace = TRACERS[checkpoint(block, policy=base, params=params)]
+    traced, _ = trace(args, {})
+    avals = [traced.graph.avals[v] for v in traced.graph.inputs]
+    mask = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
+    asked = problem(traced.plan(mask), base, tuple(codecs), card)
+    rules = {
+        "noise": float("inf") if max_error is None else max_error**2,
+        "weights": weights,
+    }
+
+    def compiled(solution: Solution) -> Plan:
+        found = Plan(
+            traced.label,
+            _actions(asked, solution),
+            device,
+            limit,
+            solution.seconds,
+            solution.nbytes,
+            solution.noise**0.5,
+            0,
+        )
+        step, step_args = make_step(found)
+        nbytes = peak(step, *step_args, device=device).peak_bytes
+        time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
+        say(f"{gib(nbytes)}: {time} and {size} a layer")
+        return replace(found, peak_bytes=nbytes)
+
+    # From little memory upwards: what a step takes beside what it stores is not known
+    # before something is compiled, and less with the host's help.
+    best = last = None
+    tried = 0
+    for within in (_without_host(asked), asked):
+        smallest = solve(within, **rules, smallest=True)
+        if smallest is None or (last and _actions(asked, smallest) == last.actions):
+            continue
+        last, tried = compiled(smallest), tried + 1
+        if last.peak_bytes <= limit:
+            best = last
+            break
+    if last is None:
+        raise ValueError(f"max_error must be reachable, got {max_error!r}: no plan is")
+    if best is None:
+        beside = gib(last.peak_bytes - layers * last.nbytes)
+        raise ValueError(
+            f"budget must be {gib(last.peak_bytes)} or more, which the smallest plan "
+            f"takes: {gib(last.nbytes)} in each of {layers} layers, and {beside} "
+            f"beside them; got {gib(limit)}"
+        )
+    while tried < _COMPILES:
+        beside = last.peak_bytes - layers * last.nbytes
+        solution = solve(asked, **rules, nbytes=(limit - beside) / layers)
+        if solution is None or _actions(asked, solution) == last.actions:
+            break
+        last, tried = compiled(solution), tried + 1
+        if last.peak_bytes <= limit and last.seconds <= best.seconds:
+            best = last
+        if _NEAR * limit <= last.peak_bytes <= limit:
+            break
+    return best
+
+
+def _without_host(asked: Problem) -> Problem:
+    return replace(
+        asked,
+        items=tuple(
+            replace(
+                item,
+                options=tuple(o for o in item.options if o.action != Offload()),
+            )
+            for item in asked.items
+        ),
+    )
+
+
+def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
+    return asked.actions | named(asked.items, solution.chosen)
+
+
+def _scan_step(
+    block: Callable, args: Sequence[Any], layers: int, params: Params
+) -> Callable[[Any], tuple[Callable, tuple]]:
+    """The gradient of a scan over ``layers`` blocks, for one policy."""
+    numbers = {n % len(args) for n in as_tuple(params) if isinstance(n, int)}
+    rest = [n for n in range(len(args)) if n not in numbers]
+    if not rest:
+        raise ValueError("args must hold one that is no parameter")
+    place = rest[0]
+    out = jax.eval_shape(block, *args)
+    like = jax.tree.map(lambda x: (x.shape, x.dtype), (out, args[place]))
+    if like[0] != like[1]:
+        raise ValueError(
+            f"block must map its argument {place} to one like it, or make_step be "
+            f"given; got {like[1]} to {like[0]}"
+        )
+
+    def make_step(policy):
+        wrapped = checkpoint(block, policy=policy, params=params, prevent_cse=False)
+
+        def loss(trained, others):
+            def layer(x, own):
+                given = dict(others) | dict(zip(sorted(numbers), own, strict=True))
+                given[place] = x
+                return wrapped(*(given[n] for n in range(len(args)))), None
+
+            x, _ = jax.lax.scan(layer, others[place], trained, length=layers)
+            return sum(jnp.sum(y, dtype=jnp.float32) for y in jax.tree.leaves(x))
+
+        def stacked(x):
+            return jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
+
+        trained = [jax.tree.map(stacked, args[n]) for n in sorted(numbers)]
+        others = {n: args[n] for n in rest}
+        return jax.jit(jax.grad(loss)), (trained, others)
+
+    return make_step
+
+
+def _to_data(action: Any) -> Any:
+    if not isinstance(action, Save | Recompute | Derivative | Codec):
+        return list(map(_to_data, action)) if isinstance(action, tuple) else action
+    values = {
+        f.name: _to_data(getattr(action, f.name))
+        for f in fields(action)
+        if getattr(action, f.name) != f.default
+    }
+    return {"action": type(action).__name__, **values}
+
+
+def _from_data(data: Any) -> Any:
+    if isinstance(data, list):
+        return tuple(map(_from_data, data))
+    if not isinstance(data, dict):
+        return data
+    kind = data["action"]
+    if kind not in _ACTIONS:
+        raise ValueError(
+            f"plan: action must be one of {', '.join(_ACTIONS)}, got {kind!r}"
+        )
+    values = {k: _from_data(v) for k, v in data.items() if k != "action"}
+    if kind == "Chain":
+        return Chain(*values["codecs"])
+    return _ACTIONS[kind](**values)

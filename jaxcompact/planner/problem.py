@@ -1,0 +1,162 @@
+"""What a planner chooses among: the tensors of a block, and what each choice costs."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.codecs import Codec, Offload, Quantized
+from jaxcompact.graph import Op
+from jaxcompact.memory.cards import Device
+from jaxcompact.planner.roofline import codec_seconds, operation_seconds
+from jaxcompact.policy import Action, ChoosesActions, Recompute, Save
+from jaxcompact.replay import Replay, Residual, Source
+from jaxcompact.tensors import Tensor
+from jaxcompact.traced import Plan as Traces
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store a tensor.
+
+    Attributes:
+        action: what a policy says for it.
+        nbytes: on the device, of one layer.
+        seconds: to encode and decode it.
+        noise: mean square of what decoding adds, relative to the tensor's.
+    """
+
+    action: Action
+    nbytes: int
+    seconds: float
+    noise: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor, and how it may be stored; ``again`` if it may be made again."""
+
+    source: Source
+    tensor: Tensor
+    options: tuple[Option, ...]
+    again: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A block, as the planner sees it.
+
+    Attributes:
+        items: the tensors with a choice, and those without that take space.
+        needed: what the backward pass reads: values and residuals.
+        runs: operation -> seconds to run it again.
+        makers: value -> the operation that makes it; inputs have none.
+        free: values that are there in any case: parameters and what is made of them.
+        actions: what is done with all other tensors, by name.
+    """
+
+    items: tuple[Item, ...]
+    needed: frozenset[Source]
+    runs: dict[Op, float]
+    makers: dict[int, Op]
+    free: frozenset[int]
+    actions: dict[str, Action]
+
+
+def problem(
+    traces: Traces, base: ChoosesActions, codecs: Sequence[Codec], card: Device
+) -> Problem:
+    """The choices for a block that is traced under the policy ``base``.
+
+    What ``base`` encodes or saves because of what it is (masks, integers, divisors,
+    statistics) stays so; so do its codecs for what attention is sensitive to.
+    """
+    replay = traces.replay
+    needed, items, actions = replay.reads(), [], {}
+    for inner in traces.inner():
+        actions |= {t.name: a for t, a, _ in inner.replay.chosen.values()}
+    for source, (tensor, action, _) in replay.chosen.items():
+        item = _item(source, tensor, action, replay, base, codecs, card)
+        if item is None:
+            actions[tensor.name] = action
+        else:
+            items.append(item)
+    graph = replay.graph
+    return Problem(
+        tuple(items),
+        frozenset(needed),
+        {op: operation_seconds(op, card) for op in graph.ops},
+        {v: op for op in graph.ops for v in op.outs},
+        frozenset(replay.tensors.fixed),
+        actions,
+    )
+
+
+def _item(
+    source: Source,
+    tensor: Tensor,
+    action: Action,
+    replay: Replay,
+    base: ChoosesActions,
+    codecs: Sequence[Codec],
+    card: Device,
+) -> Item | None:
+    if not isinstance(source, int | Residual) or source in replay.keep:
+        return None
+    again = tensor.kind != "input"
+    if tensor.frozen or tensor.kind in ("mask", "choice", "function"):
+        return None
+    special = not tensor.floating or tensor.statistic or tensor.divisor
+    if special and isinstance(action, Save | Codec):
+        return Item(source, tensor, (_option(action, tensor, card),), again)
+    if special:
+        return None
+    asked = action
+    if tensor.cheap or tensor.terms is not None:  # what `base` would do if it stored it
+        asked, _ = base.decide(replace(tensor, cheap=False, terms=None))
+    actions = [Save()]
+    if tensor.scores is not None or tensor.fused:
+        actions += [asked] if isinstance(asked, Codec) else []
+    else:
+        actions += [c for c in codecs if c.supports(tensor.dtype)]
+    if card.host_bandwidth and Offload().supports(tensor.dtype):
+        actions.append(Offload())
+    options = tuple(_option(a, tensor, card) for a in dict.fromkeys(actions))
+    return Item(source, tensor, options, again)
+
+
+def _option(action: Action, tensor: Tensor, card: Device) -> Option:
+    if not isinstance(action, Codec):
+        return Option(action, tensor.nbytes, 0.0, 0.0)
+    shape, dtype = tensor.shape, tensor.dtype
+    return Option(
+        action,
+        action.nbytes(shape, dtype),
+        codec_seconds(action, shape, dtype, card),
+        noise(action) if tensor.floating else 0.0,
+    )
+
+
+@functools.lru_cache(256)
+def noise(codec: Codec) -> float:
+    """Mean square error of normal numbers, relative to theirs.
+
+    >>> import jaxcompact as jc
+    >>> 0.004 < noise(jc.Quantized(4)) < 0.01
+    True
+    """
+    if isinstance(codec, Quantized):
+        codec = replace(codec, axis=-1)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        x = jax.random.normal(jax.random.key(0), (256, 256), jnp.float32)
+        error = codec.decode(codec.encode(x)) - x
+        return float(jnp.mean(error**2) / jnp.mean(x**2))
+
+
+def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:
+    """The action of each item, by name."""
+    pairs = zip(items, chosen, strict=True)
+    return {i.tensor.name: o.action if o else Recompute() for i, o in pairs}

@@ -1,0 +1,71 @@
+"""How long operations take on a card, from their sizes.
+
+Seconds of an operation are those of its arithmetic or of its bytes, whichever are more.
+Elementwise operations take none: they are fused with what reads them. The rates are a
+card's data sheet's; two thirds of the arithmetic are what large products reach.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxcompact.codecs import Codec
+from jaxcompact.graph import Op, graph_of, inner_jaxprs
+from jaxcompact.kinds import REDUCTIONS, expensive
+from jaxcompact.memory.cards import Device
+
+REACHED = 2 / 3  # of the data sheet's rate of products
+
+
+def operation_seconds(op: Op, card: Device) -> float:
+    """Of one operation on a card; of a loop's body as often as it runs."""
+    ins = [v.aval for v in op.eqn.invars if hasattr(v.aval, "shape")]
+    outs = [v.aval for v in op.eqn.outvars if hasattr(v.aval, "shape")]
+    moved = sum(map(_nbytes, ins + outs)) / card.memory_bandwidth
+    if op.kind in REDUCTIONS:
+        return moved
+    if not expensive(op):
+        return 0.0
+    if inner := [graph for jaxpr in inner_jaxprs(op) for graph in [graph_of(jaxpr)]]:
+        each = [sum(operation_seconds(o, card) for o in g.ops) for g in inner]
+        if op.kind == "scan":
+            return op.eqn.params["length"] * sum(each)
+        return max(each) if op.kind == "cond" else sum(each)
+    rate = card.flops * REACHED
+    if any(a.dtype.itemsize > 2 for a in ins if jnp.issubdtype(a.dtype, jnp.floating)):
+        rate /= 2  # TF32
+    return max(moved, _flops(op, ins, outs) / rate)
+
+
+def codec_seconds(codec: Codec, shape: tuple[int, ...], dtype: Any, card: Device):
+    """Of encoding and decoding one tensor once: what is read and written.
+
+    Encoding reads it twice, for the scales and for the codes. What is copied to the
+    host's memory and back is not hidden behind anything.
+    """
+    nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
+    stored = codec.nbytes(shape, dtype)
+    away = codec.host_nbytes(shape, dtype)
+    if away:
+        return 2 * away / card.host_bandwidth
+    return (3 * nbytes + 2 * stored) / card.memory_bandwidth
+
+
+def _flops(op: Op, ins: list[Any], outs: list[Any]) -> float:
+    size = math.prod(outs[0].shape) if outs else 0
+    if op.kind == "dot_general":
+        ((axes, _), _) = op.eqn.params["dimension_numbers"]
+        return 2 * size * math.prod(ins[0].shape[a] for a in axes)
+    if op.kind == "conv_general_dilated":
+        numbers = op.eqn.params["dimension_numbers"]
+        kernel = ins[1].shape
+        return 2 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
+    if "attention" in op.kind and len(ins) >= 3:
+        (batch, tokens, heads, width), others = ins[0].shape, ins[1].shape[1]
+        return 4 * batch * heads * tokens * others * width
+    return 0
+
+
+def _nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize

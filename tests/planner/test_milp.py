@@ -1,0 +1,193 @@
+"""The planner's choice against all choices there are, and against the program."""
+
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcompact as jc
+from jaxcompact.checkpoint import TRACERS
+from jaxcompact.memory import devices
+from jaxcompact.planner.milp import solve
+from jaxcompact.planner.problem import named, problem
+from jaxcompact.replay import Residual
+
+BASE, CARD = jc.policies.int4(), devices()["h200"]
+N = 256
+
+
+def of(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def mlp(w, x):
+    a = jnp.sin(x @ w[0])
+    b = jnp.cos(a @ w[1])
+    return x + (a * b) @ w[2]
+
+
+def deep(w, x):
+    """A chain: to make the last product again, all before it are made again."""
+    for w_nn in w:
+        x = jnp.tanh(x @ w_nn)
+    return x
+
+
+def residual(w, x):
+    """An operation with a backward pass of its own, that keeps two products."""
+
+    @jax.custom_vjp
+    def op(q, k, w):
+        return (q @ w) * (k @ w)
+
+    def forward(q, k, w):
+        return op(q, k, w), (q @ w, jnp.tanh(k) @ w, w)
+
+    def backward(kept, ct):
+        a, b, w = kept
+        return ct * b, ct * a, jnp.zeros_like(w)
+
+    op.defvjp(forward, backward)
+    return op(jnp.sin(x @ w[0]), x @ w[1], w[2])
+
+
+FUNCTIONS = {"mlp": mlp, "deep": deep, "residual": residual}
+ARGS = (of(3, N, N), of(4096, N))
+
+
+CODECS = jc.Quantized(8), jc.Quantized(4)
+
+
+def asked(fun, codecs=CODECS):
+    trace = TRACERS[jc.checkpoint(fun, policy=BASE, params=0)]
+    traced, _ = trace(ARGS, {})
+    return problem(traced.plan((True, True)), BASE, codecs, CARD)
+
+
+def cost(asked, chosen):
+    """Seconds of a choice: what has to run again is followed back by hand.
+
+    None if it can't be: an input that is needed and not stored, or one of a block's
+    residuals without the others.
+    """
+    stored = {
+        item.source: option
+        for item, option in zip(asked.items, chosen, strict=True)
+        if option
+    }
+    inputs = {item.source for item in asked.items if not item.again}
+    again, needed, seen = set(), list(asked.needed), set()
+    while needed:
+        source = needed.pop()
+        if source in seen or source in asked.free:
+            continue
+        seen.add(source)
+        if source in stored:
+            continue
+        if source in inputs:
+            return None
+        op = source.op if isinstance(source, Residual) else asked.makers.get(source)
+        if op is not None and op not in again:
+            again.add(op)
+            needed.extend(op.reads)
+    blocks = {}
+    for item in asked.items:
+        if isinstance(item.source, Residual) and item.source in seen:
+            blocks.setdefault(item.source.op, set()).add(item.source in stored)
+    if any(len(kinds) > 1 for kinds in blocks.values()) or set(stored) - seen:
+        return None
+    seconds = sum(asked.runs[op] for op in again)
+    return seconds + sum(option.seconds for option in stored.values())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_it_is_the_best_of_all_choices(name):
+    found = asked(FUNCTIONS[name])
+    every = [
+        (cost(found, chosen), sum(o.nbytes for o in chosen if o), chosen)
+        for chosen in itertools.product(
+            *((None, *item.options) for item in found.items)
+        )
+    ]
+    every = [choice for choice in every if choice[0] is not None]
+    assert len(every) > 20
+    sizes = sorted({size for _, size, _ in every})
+    for limit in sizes[:: max(1, len(sizes) // 12)]:
+        best = min(seconds for seconds, size, _ in every if size <= limit)
+        solution = solve(found, nbytes=limit)
+        assert solution.nbytes <= limit
+        assert solution.seconds == pytest.approx(best, rel=1e-6)
+        assert cost(found, solution.chosen) == pytest.approx(solution.seconds)
+    assert solve(found, nbytes=sizes[0] - 1) is None
+    assert solve(found, smallest=True).nbytes == sizes[0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "deep"])
+def test_what_runs_again_is_what_the_program_runs(name):
+    """Products in the backward pass, under the plan, are those of the model."""
+    fun, found = FUNCTIONS[name], asked(FUNCTIONS[name])
+    whole = solve(found, smallest=True).nbytes, solve(found).nbytes
+    for share in (0, 0.3, 0.6, 1):
+        limit = whole[0] + share * (whole[1] - whole[0])
+        solution = solve(found, nbytes=limit)
+        actions = found.actions | named(found.items, solution.chosen)
+        policy = jc.Policy(actions, default=BASE)
+        wrapped = jc.checkpoint(fun, policy=policy, params=0)
+        grad = jax.grad(lambda w, x, f=wrapped: f(w, x).sum().astype("float32"), (0, 1))
+        products = str(jax.make_jaxpr(grad)(*ARGS)).count("dot_general[")
+        again = solution.seconds - sum(o.seconds for o in solution.chosen if o)
+        one = max(found.runs.values())  # all products here are equal
+        exact = jax.grad(lambda w, x: fun(w, x).sum().astype("float32"), (0, 1))
+        assert products - str(jax.make_jaxpr(exact)(*ARGS)).count("dot_general[") == (
+            round(again / one)
+        )
+
+
+def test_noise_has_a_limit_of_its_own():
+    found = asked(mlp)
+    exact = solve(found, noise=0.0)
+    assert {type(o.action) for o in exact.chosen if o} <= {jc.Save, jc.Offload}
+    small = solve(found, smallest=True, noise=1e-3)
+    smallest = solve(found, smallest=True)
+    assert small.noise <= 1e-3 and small.nbytes >= smallest.nbytes
+    # A tensor with a large weight is not rounded.
+    names = [item.tensor.name for item in found.items]
+    weights = dict.fromkeys(names, 1.0) | {names[1]: 1e6}
+    kept = solve(found, noise=0.02, nbytes=smallest.nbytes * 4, weights=weights)
+    option = kept.chosen[1]
+    assert option is None or not isinstance(option.action, jc.Quantized)
+
+
+def test_attention_keeps_its_bits():
+    """q and k are offered no codec but the one that attention's gradients bear."""
+
+    def attention(w, x):
+        q, k, v = x @ w[0], x @ w[1], x @ w[2]
+        return jax.nn.softmax(q @ k.T / 16) @ v
+
+    found = asked(attention)
+    codecs = {
+        item.tensor.name: [
+            o.action for o in item.options if isinstance(o.action, jc.Quantized)
+        ]
+        for item in found.items
+    }
+    for name in ("dot_general.0", "dot_general.1"):
+        (codec,) = codecs[name]
+        assert codec.bits == 8 and not codec.symmetric
+    assert len(codecs["dot_general.2"]) == 2
+
+
+def test_a_transformer_block_is_solved_in_half_a_second():
+    def block(w, x):
+        q, k, v = x @ w[0], x @ w[1], x @ w[2]
+        x = x + jax.nn.softmax(q @ k.T / 16) @ v @ w[0]
+        return x + jax.nn.gelu(x @ w[1]) @ w[2]
+
+    found = asked(block, (jc.Quantized(8), jc.Quantized(4), jc.Quantized(3)))
+    solve(found)
+    start = time.perf_counter()
+    solve(found, nbytes=solve(found).nbytes / 2)
+    assert time.perf_counter() - start < 1.0  # two solutions

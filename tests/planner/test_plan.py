@@ -1,0 +1,207 @@
+"""Plans, as a user makes, reads and edits them; their steps are compiled for a card."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcompact as jc
+
+MIB = 2**20
+D, FF, LAYERS = 512, 1408, 8
+
+
+def block(params, x):
+    y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    h = jax.nn.silu(y @ params["gate"]) * (y @ params["up"])
+    return x + h @ params["down"]
+
+
+def of(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+PARAMS = {"gate": of(D, FF), "up": of(D, FF), "down": of(FF, D)}
+X = of(8192, D)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """`jc.plan` of the block, with compiles kept between tests."""
+    folder = tmp_path_factory.mktemp("cache")
+
+    def plan(budget, **options):
+        lines = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JAXCOMPACT_CACHE", str(folder))
+            options = {"layers": LAYERS, "progress": lines.append} | options
+            found = jc.plan(block, PARAMS, X, budget=budget, **options)
+        assert 1 <= len(lines) <= 3
+        return found
+
+    return plan
+
+
+def gradient(policy):
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = {
+        name: jax.random.normal(key, s.shape) / s.shape[0] ** 0.5
+        for key, (name, s) in zip(keys, PARAMS.items(), strict=False)
+    }
+    x = jax.random.normal(keys[3], (64, D))
+    fun = block if policy is None else jc.checkpoint(block, policy=policy, params=0)
+    return jax.grad(lambda p: jnp.square(fun(p, x)).mean())(params)
+
+
+def relative(a, b):
+    a, b = (jnp.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+def test_budgets_are_kept_and_used(plan):
+    """More memory is never slower, and what is over is too little for a better plan."""
+    plans = [plan(f"{mib}MiB") for mib in (190, 220, 300, 350, 400, 1000)]
+    for found in plans:
+        assert found.peak_bytes <= found.budget
+    times = [found.seconds for found in plans]
+    assert times == sorted(times, reverse=True) and times[-1] < times[0] / 2
+    assert all(p.peak_bytes > 0.85 * p.budget for p in plans[:5])
+    assert plans[-1].peak_bytes < 0.6 * plans[-1].budget and plans[-1].error == 0
+
+
+def test_the_peak_is_the_programs(plan):
+    found = plan("250MiB")
+    wrapped = jc.checkpoint(block, policy=found, params=0, prevent_cse=False)
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, p: (wrapped(p, x), None), x, params)
+        return jnp.sum(x, dtype=jnp.float32)
+
+    stacked = jax.tree.map(lambda s: of(LAYERS, *s.shape), PARAMS)
+    peak = jc.memory.peak(jax.grad(loss), stacked, X)
+    assert abs(peak.peak_bytes / found.peak_bytes - 1) < 0.01
+
+
+def test_it_is_a_policy(plan):
+    found = plan("250MiB")
+    error = relative(gradient(found), gradient(None))
+    assert 0.001 < error < 2 * found.error
+    said = jc.explain(block, PARAMS, X, policy=found, params=0)
+    assert said.stored == found.nbytes
+    assert found == plan("250MiB") and hash(found) == hash(plan("250MiB"))
+
+
+def test_without_error_it_is_exact(plan):
+    found = plan("250MiB", max_error=0.0)
+    assert found.error == 0 and found.seconds > plan("250MiB").seconds
+    assert relative(gradient(found), gradient(None)) < 1e-5
+    some = plan("420MiB", max_error=0.05)
+    assert 0 < some.error <= 0.05
+
+
+def test_other_codecs_and_weights(plan):
+    found = plan("250MiB", codecs=[jc.Float8()])
+    used = {type(action) for action in found.actions.values()}
+    assert jc.Float8 in used and jc.Quantized not in used
+    names = [n for n, a in plan("250MiB").actions.items() if isinstance(a, jc.Codec)]
+    heavy = plan("250MiB", weights={names[0]: 1e6}, max_error=0.5)
+    assert not isinstance(heavy.actions[names[0]], jc.Quantized)
+
+
+def test_as_json(plan, tmp_path):
+    found = plan("250MiB")
+    found.save(tmp_path / "plan.json")
+    assert jc.Plan.load(tmp_path / "plan.json") == found
+    data = json.loads((tmp_path / "plan.json").read_text())
+    data["actions"]["x"] = {"action": "Float8"}
+    edited = jc.Plan.from_json(json.dumps(data))
+    assert edited.actions["x"] == jc.Float8() and edited != found
+    assert relative(gradient(edited), gradient(None)) < 0.5
+    nested = {
+        "x": jc.Chain(jc.Hadamard(64), jc.Quantized(4, 32)),
+        "y": jc.Derivative(jc.BitMask()),
+    }
+    other = dataclasses.replace(found, actions=nested)
+    assert jc.Plan.from_json(other.to_json()) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan: it is none: Expecting"),
+        ("[]", "plan: it is none"),
+        ("{}", "plan: it is none: 'actions'"),
+        ('{"actions": {"x": {"action": "Zip"}}}', "must be one of Save, .*, got 'Zip'"),
+        ('{"actions": {"x": {"action": "Quantized", "bits": 5}}}', "bits must be"),
+        ('{"actions": {}}', "plan: it is none: .*missing"),
+    ],
+)
+def test_json_that_is_no_plan(text, message):
+    with pytest.raises(ValueError, match=message):
+        jc.Plan.from_json(text)
+
+
+def test_of_another_function(plan):
+    found = plan("250MiB")
+
+    def other(params, x):
+        return jnp.tanh(x @ params["gate"]) @ params["down"] @ jnp.ones((D, D), x.dtype)
+
+    wrapped = jc.checkpoint(other, policy=found, params=0)
+    x, params = jax.tree.map(lambda s: jnp.ones(s.shape), (X, PARAMS))
+    with pytest.raises(ValueError, match="made for another function: 'block' had no"):
+        jax.grad(lambda p: wrapped(p, x).sum())(params)
+
+    def less(params, x):
+        return x @ params["gate"] @ params["down"]
+
+    wrapped = jc.checkpoint(less, policy=found, params=0)
+    with pytest.raises(ValueError, match="matches no tensor of 'less'"):
+        jax.grad(lambda p: wrapped(p, x).sum())(params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "20MiB"}, r"budget must be [\d.]+ MiB or more.*got 20.00 MiB"),
+        ({"budget": "200GiB"}, "budget must be within the 140.40 GiB of 'h200'"),
+        ({"budget": "7 apples"}, "budget must be"),
+        ({"budget": "1GiB", "device": "h2o"}, "device must be one of"),
+        ({"budget": "1GiB", "max_error": -1}, "max_error must be 0 or more, got -1"),
+        ({"budget": "1GiB", "layers": 0}, "layers must be a positive int, got 0"),
+    ],
+)
+def test_what_is_refused(plan, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan(**options)
+
+
+def test_a_block_that_does_not_map_its_input_to_one_like_it():
+    def head(params, x):
+        return x @ params["gate"]
+
+    with pytest.raises(ValueError, match="must map its argument 1 to one like it"):
+        jc.plan(head, PARAMS, X, budget="1GiB")
+
+
+def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    seen = []
+
+    def make_step(policy):
+        seen.append(policy)
+        wrapped = jc.checkpoint(block, policy=policy, params=0)
+
+        def step(params, x):
+            grads = jax.grad(lambda p: wrapped(p, x).sum().astype(jnp.float32))(params)
+            return jax.tree.map(lambda p, g: p - g, params, grads)
+
+        return jax.jit(step, donate_argnums=0), (PARAMS, X)
+
+    lines = []
+    found = jc.plan(
+        block, PARAMS, X, budget="160MiB", make_step=make_step, progress=lines.append
+    )
+    assert len(seen) == len(lines) and found in seen and found.peak_bytes <= 160 * MIB
