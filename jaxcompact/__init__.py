@@ -21,6 +21,7 @@ from jaxcompact.optimizers import subspace_adamw as subspace_adamw
 from jaxcompact.optimizers import update_count as update_count
 from jaxcompact.planner import Plan as Plan
 from jaxcompact.planner import plan as plan
+from jaxcompact.planner import plan_step as plan_step
 from jaxcompact.policy import Derivative as Derivative
 from jaxcompact.policy import Policy as Policy
 from jaxcompact.policy import Recompute as Recompute

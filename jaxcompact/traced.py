@@ -69,6 +69,7 @@ class Traced:
             plan = self.plans[perturbed] = Plan(self, perturbed)
             if not self.prefix:
                 self._require_matches(plan, perturbed)
+                getattr(self.policy, "note", lambda plan: None)(plan)
         return self.plans[perturbed]
 
     def _require_matches(self, plan: "Plan", perturbed: tuple[bool, ...]) -> None:

@@ -2,3 +2,4 @@
 
 from jaxcompact.planner.plan import Plan as Plan
 from jaxcompact.planner.plan import plan as plan
+from jaxcompact.planner.plan import plan_step as plan_step

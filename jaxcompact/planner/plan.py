@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact import policies
-from jaxcompact.checkpoint import TRACERS, Params, as_tuple, checkpoint
+from jaxcompact.checkpoint import Params, as_tuple, checkpoint
 from jaxcompact.codecs import (
     BitMask,
     Chain,
@@ -28,7 +28,7 @@ from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.problem import Problem, named, problem
-from jaxcompact.policy import Action, Derivative, Recompute, Save
+from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.tensors import Tensor
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
@@ -111,51 +111,37 @@ class Plan:
         return "\n".join(lines)
 
 
+class _Noting:
+    """A policy that notes which blocks are traced under it."""
+
+    def __init__(self, policy: ChoosesActions):
+        self.decide, self.found = policy.decide, []
+
+    def note(self, traces: Any) -> None:
+        self.found.append(traces)
+
+
 def plan(
     block: Callable,
     *args: Any,
     layers: int = 1,
-    budget: int | str | None = None,
-    device: str = "h200",
     params: Params = 0,
-    max_error: float | None = None,
-    weights: Mapping[str, float] | None = None,
-    codecs: Sequence[Codec] = CODECS,
-    make_step: Callable[[Any], tuple[Callable, tuple]] | None = None,
-    progress: Callable[[str], Any] | None = None,
+    **options: Any,
 ) -> Plan:
-    """The fastest policy for a block whose step fits in a budget.
+    """The fastest policy for a block, ``layers`` of which fit in a budget.
 
-    For every tensor: keep it, encode it, move it to the host or make it again, such
-    that the modelled time is least (a mixed integer linear program over the block's
-    operations) and the step, *compiled for the card*, stays within the budget: the
-    program's own peak corrects the model, in at most three compiles.
+    As `plan_step`, for the gradient of ``layers`` such blocks in a scan. A block maps
+    its first argument that is no parameter to one like it.
 
     Args:
         block: the function that `jaxcompact.checkpoint` is to wrap.
         args: its arguments; shapes are enough.
-        layers: how many such blocks follow each other, in a scan.
-        budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
-        device: a key of `jaxcompact.memory.devices`.
+        layers: how many of them follow each other.
         params: as in `jaxcompact.checkpoint`.
-        max_error: of the gradient, relative: the root of the sum over encoded tensors
-            of ``weight * noise``, each noise relative to its tensor.
-        weights: name -> weight of a tensor's noise; 1 by default.
-        codecs: what tensors may be encoded by. What attention is sensitive to is
-            stored as by `policies.int4`, or exactly.
-        make_step: ``policy -> (step, args)``, the step that is to fit, for
-            `jaxcompact.memory.peak`. By default the gradient of ``layers`` blocks in a
-            scan, each of which maps its first argument that is no parameter to one like
-            it.
-        progress: called with a line for each compile; by default it goes to stderr.
+        options: ``budget``, ``device``, ``max_error``, ``weights``, ``codecs`` and
+            ``progress`` of `plan_step`.
 
-    Times are those of a roofline of the card, not measured.
-
-    Raises ValueError for a budget that is none, above the card, or below what the
-    smallest plan takes (which it says), and for a ``max_error`` below that of any plan
-    that fits; ImportError without ``jaxcompact[memory]``.
-
-    Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
+    Raises ValueError for a block of another form, and what `plan_step` does.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> def block(params, x):
@@ -167,6 +153,53 @@ def plan(
     >>> found.peak_bytes < 300 * 2**20
     True
     """
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"layers must be a positive int, got {layers!r}")
+    make_step = _scan_step(block, args, layers, params)
+    return plan_step(make_step, layers=layers, **options)
+
+
+def plan_step(
+    make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    *,
+    layers: int = 1,
+    budget: int | str | None = None,
+    device: str = "h200",
+    max_error: float | None = None,
+    weights: Mapping[str, float] | None = None,
+    codecs: Sequence[Codec] = CODECS,
+    progress: Callable[[str], Any] | None = None,
+) -> Plan:
+    """The fastest policy with which a training step fits in a budget.
+
+    For every tensor of the block that the step checkpoints: keep it, encode it, move it
+    to the host or make it again, such that the modelled time is least (a mixed integer
+    linear program over the block's operations) and the step, *compiled for the card*,
+    stays within the budget: the program's own peak corrects the model, in at most three
+    compiles.
+
+    Args:
+        make_step: ``policy -> (step, args)``, for `jaxcompact.memory.peak`; the step
+            uses ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block.
+        layers: how often that block runs.
+        budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
+        device: a key of `jaxcompact.memory.devices`.
+        max_error: of the gradient, relative: the root of the sum over encoded tensors
+            of ``weight * noise``, each noise relative to its tensor.
+        weights: name -> weight of a tensor's noise; 1 by default.
+        codecs: what tensors may be encoded by. What attention is sensitive to is
+            stored as by `policies.int4`, or exactly.
+        progress: called with a line for each compile; by default it goes to stderr.
+
+    Times are those of a roofline of the card, not measured.
+
+    Raises ValueError for a budget that is none, above the card, or below what the
+    smallest plan takes (which it says), for a ``max_error`` that no plan keeps, and for
+    a step that checkpoints no block or several; ImportError without
+    ``jaxcompact[memory]``.
+
+    Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
+    """
     card = find_device(device)
     limit = card.memory if budget is None else parse_bytes(budget)
     if limit > card.memory:
@@ -174,19 +207,11 @@ def plan(
             f"budget must be within the {gib(card.memory)} of {device!r}, got "
             f"{gib(limit)}"
         )
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers must be a positive int, got {layers!r}")
     if max_error is not None and not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    make_step = make_step or _scan_step(block, args, layers, params)
-
-    base = policies.int4()
-    trace = TRACERS[checkpoint(block, policy=base, params=params)]
-    traced, _ = trace(args, {})
-    avals = [traced.graph.avals[v] for v in traced.graph.inputs]
-    mask = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
-    asked = problem(traced.plan(mask), base, tuple(codecs), card)
+    traces = _block_of(make_step)
+    asked = problem(traces, policies.int4(), tuple(codecs), card)
     rules = {
         "noise": float("inf") if max_error is None else max_error**2,
         "weights": weights,
@@ -194,7 +219,7 @@ def plan(
 
     def compiled(solution: Solution) -> Plan:
         found = Plan(
-            traced.label,
+            traces.traced.label,
             _actions(asked, solution),
             device,
             limit,
@@ -203,8 +228,8 @@ def plan(
             solution.noise**0.5,
             0,
         )
-        step, step_args = make_step(found)
-        nbytes = peak(step, *step_args, device=device).peak_bytes
+        step, args = make_step(found)
+        nbytes = peak(step, *args, device=device).peak_bytes
         time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
         say(f"{gib(nbytes)}: {time} and {size} a layer")
         return replace(found, peak_bytes=nbytes)
@@ -254,6 +279,22 @@ def _without_host(asked: Problem) -> Problem:
             for item in asked.items
         ),
     )
+
+
+def _block_of(make_step: Callable) -> Any:
+    """The block that a step checkpoints, as it is traced."""
+    policy = _Noting(policies.int4())
+    step, args = make_step(policy)
+    jax.eval_shape(step, *args)
+    blocks = {id(traces.traced): traces for traces in policy.found}
+    if len(blocks) != 1:
+        names = ", ".join(repr(t.traced.label) for t in blocks.values()) or "none"
+        raise ValueError(
+            f"make_step must return a step that checkpoints one block with the policy "
+            f"it is given, got {names}"
+        )
+    (traces,) = blocks.values()
+    return traces
 
 
 def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
