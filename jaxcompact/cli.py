@@ -1,4 +1,4 @@
-"""python -m jaxcompact: what a training step takes, before a card is rented."""
+"""python -m jaxcompact: what a step takes, and what would make it fit."""
 
 import argparse
 import dataclasses
@@ -12,12 +12,14 @@ from typing import Any
 import jax
 
 from jaxcompact import memory
+from jaxcompact.planner import plan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxcompact", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_memory(commands)
+    _add_plan(commands)
     arguments = parser.parse_args(argv)
     try:
         arguments.run(arguments)
@@ -76,7 +78,7 @@ def _memory(arguments: argparse.Namespace) -> None:
     if arguments.budget is not None:
         raise ValueError("--budget goes with --largest-batch")
     made = make_step() if arguments.batch is None else make_step(arguments.batch)
-    step, args = _pair(made, arguments.make_step)
+    step, args = _pair(made, arguments.make_step, "(step, args)")
     found = memory.peak(step, *args, device=arguments.device)
     row = dataclasses.asdict(found) | {"breakdown": found.breakdown}
     text = str(found)
@@ -84,6 +86,54 @@ def _memory(arguments: argparse.Namespace) -> None:
         row["measured_bytes"] = memory.measure(step, *args)
         text += f"\nmeasured: {row['measured_bytes'] / 2**30:.2f} GiB"
     _show(text, row, arguments.json)
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        help="which tensors of a block to keep, encode, move or make again",
+        description="Finds the fastest policy with which the gradient of some blocks "
+        "in a scan fits in a budget on a card, by modelled times and compiled memory. "
+        "Needs no card, but jaxcompact[memory].",
+        epilog="example: python -m jaxcompact plan my_module:make_block --layers 24 "
+        "--budget 7GiB --save plan.json",
+    )
+    command.add_argument(
+        "make_block",
+        metavar="MODULE:FUNCTION",
+        help="make_block() -> (block, args): the function that jc.checkpoint is to "
+        "wrap, parameters first, and its arguments or their shapes",
+    )
+    command.add_argument("--layers", type=int, default=1, help="how many blocks")
+    command.add_argument("--budget", help='"7GiB"; default: the whole card')
+    cards = ", ".join(memory.devices())
+    command.add_argument("--device", default="h200", help=f"{cards} (default: h200)")
+    command.add_argument(
+        "--max-error",
+        type=float,
+        default=0.2,
+        help="of the gradient, as modelled; 0 for an exact one (default: 0.2)",
+    )
+    command.add_argument("--save", metavar="PLAN.JSON", help="writes it for jc.Plan")
+    command.add_argument("--json", action="store_true", help="one JSON object")
+    command.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    name = arguments.make_block
+    block, args = _pair(_imported(name)(), name, "(block, args)")
+    found = plan(
+        block,
+        *args,
+        layers=arguments.layers,
+        budget=arguments.budget,
+        device=arguments.device,
+        max_error=arguments.max_error,
+    )
+    if arguments.save:
+        found.save(arguments.save)
+    print(found.to_json() if arguments.json else found)
 
 
 def _imported(name: str) -> Callable:
@@ -98,9 +148,9 @@ def _imported(name: str) -> Callable:
         raise ValueError(f"{module} has no {function!r}") from None
 
 
-def _pair(made: Any, name: str) -> tuple[Callable, Sequence[Any]]:
+def _pair(made: Any, name: str, form: str) -> tuple[Callable, Sequence[Any]]:
     if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"{name} must return (step, args), got {type(made).__name__}")
+        raise ValueError(f"{name} must return {form}, got {type(made).__name__}")
     return made
 
 

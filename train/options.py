@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from configs import MODELS
+from jaxcompact.memory import devices
 from jaxcompact.optimizers import Moment
 from jaxcompact.projection import Kind
 from methods import CHECKPOINT, Method, Name
@@ -144,6 +145,34 @@ class MethodOptions:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    memory_budget: str | None = option(
+        None,
+        "of the training step, as 7GiB: which tensors of a block are kept, encoded, "
+        "moved to the host or made again is planned for it",
+    )
+    plan: Path | None = option(
+        None, "a plan.json to follow: a run's own, or an edited one", Path
+    )
+    plan_device: str | None = option(
+        None,
+        "card that is planned for (default: the one that is here, or h200)",
+        choices=tuple(devices()),
+    )
+    explain_plan: bool = option(
+        False, "print the plan and stop", None, action="store_true"
+    )
+
+    def __post_init__(self):
+        if self.plan and self.memory_budget:
+            raise ValueError("--plan and --memory-budget exclude each other")
+        if self.explain_plan and not (self.plan or self.memory_budget):
+            raise ValueError("--explain-plan needs --memory-budget or --plan")
+        if self.plan_device and not self.memory_budget:
+            raise ValueError("--plan-device needs --memory-budget")
+
+
+@dataclass(frozen=True)
 class OptimizerOptions:
     lr: float | None = option(
         None,
@@ -232,6 +261,7 @@ class Config:
 
     model: ModelOptions
     method: Method
+    plan: PlanOptions
     optimizer: OptimizerOptions
     data: DataOptions
     output: OutputOptions
@@ -260,6 +290,7 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
     parts = {
         "model": ModelOptions,
         "method": MethodOptions,
+        "plan": PlanOptions,
         "optimizer": OptimizerOptions,
         "data": DataOptions,
         "output": OutputOptions,
@@ -270,18 +301,22 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
             keywords = {k: v for k, v in f.metadata.items() if v is not None}
             group.add_argument(_flag(f.name), default=f.default, **keywords)
     values = vars(parser.parse_args(argv))
-    model, method, optimizer, data, output = (
+    model, method, plan, optimizer, data, output = (
         part(**{f.name: values[f.name] for f in fields(part)})
         for part in parts.values()
     )
     method.check()
+    if method.checkpoint and (plan.plan or plan.memory_budget):
+        raise ValueError("--checkpoint and a plan exclude each other")
     if type(output.resume) is int and len(method.names) > 1:
         raise ValueError("--resume STEP needs one --method: each has its own steps")
     configs = []
     for name in method.names:
         lr = optimizer.lr or DEFAULTS[name]["lr"]
         configs.append(
-            Config(model, method.of(name), replace(optimizer, lr=lr), data, output)
+            Config(
+                model, method.of(name), plan, replace(optimizer, lr=lr), data, output
+            )
         )
     return configs
 

@@ -3,14 +3,17 @@
     python train/pretrain.py                      # tiny: exact and compact, compared
     python train/pretrain.py --method compact --rank 0.5 --bits 4 --data book.txt
     python train/pretrain.py --method compact --resume
+    python train/pretrain.py --model 350m --memory-budget 7GiB
     python train/pretrain.py --help
 
-A run writes runs/MODEL/METHOD/ with metrics.jsonl, config.json, checkpoints/, and for
-its methods together runs/MODEL/curves.png. SIGTERM and Ctrl-C finish the step and save.
+A run writes runs/MODEL/METHOD/ with metrics.jsonl, config.json, checkpoints/, with a
+budget plan.json, and for its methods together runs/MODEL/curves.png. SIGTERM and Ctrl-C
+finish the step and save.
 Exit codes: 0 done, 1 a loss that is not finite, 2 a wrong option or unusable data,
 128 + n stopped by signal n.
 """
 
+import functools
 import json
 import shutil
 import signal
@@ -28,6 +31,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import curves
+import jaxcompact as jc
 import options
 import summary
 from checkpoint import Checkpoints
@@ -45,9 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         dataset = load_data(configs[0])
         print(dataset.report, flush=True)
         jobs = [prepare(config, dataset) for config in configs]
+        if configs[0].plan.explain_plan:
+            print("\n\n".join(f"{j.config.method.name}: {j.plan}" for j in jobs))
+            return 0
         for config in configs:
             config.folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"pretrain.py: error: {error}", file=sys.stderr)
         return 2
     with Interrupt() as interrupt:
@@ -81,6 +88,7 @@ class Job:
 
     config: Config
     training: Training
+    plan: jc.Plan | None  # for the blocks' tensors
     fixed: dict[str, Any]  # config.json: what a resumed run must have in common
     start: int  # 0, or the step of the checkpoint to continue from
     abstract: State  # shapes, dtypes and shardings
@@ -107,7 +115,8 @@ def prepare(config: Config, dataset: Dataset) -> Job:
 
     default_dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     dtype = model.dtype or default_dtype
-    training = Training(
+    make_training = functools.partial(
+        Training,
         cfg,
         config.method,
         warmup_cosine(opt.lr, opt.steps, opt.warmup),
@@ -122,20 +131,54 @@ def prepare(config: Config, dataset: Dataset) -> Job:
     everywhere, shared = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-        training.abstract,
+        make_training().abstract,
     )
     tokens_abt = jax.ShapeDtypeStruct(
         (data.accumulate, data.batch_size // data.accumulate, data.seq_len + 1),
         jnp.int32,
         sharding=shared,
     )
+
+    def make_step(policy):
+        step = jax.jit(make_training(policy=policy).step, donate_argnums=0)
+        return step, (abstract, tokens_abt)
+
+    plan = find_plan(config, make_step, cfg.layers)
     fixed = config.fixed() | {
+        "plan": None if plan is None else json.loads(plan.to_json())["actions"],
         "dtype": dtype,
         "tokenizer": dataset.tokenizer.name,
         "train_tokens": len(dataset.train),
     }
-    start = find_start(config, fixed, abstract)
-    return Job(config, training, fixed, start, abstract, tokens_abt)
+    explain = config.plan.explain_plan
+    start = 0 if explain else find_start(config, fixed, abstract)
+    training = make_training(policy=plan)
+    return Job(config, training, plan, fixed, start, abstract, tokens_abt)
+
+
+def find_plan(config: Config, make_step: Callable, layers: int) -> jc.Plan | None:
+    """The plan that was given, that of the run to continue, or a new one, or none."""
+    asked, saved = config.plan, config.folder / "plan.json"
+    if asked.plan:
+        try:
+            return jc.Plan.load(asked.plan)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--plan {asked.plan}: {error}") from None
+    if not asked.memory_budget:
+        return None
+    if config.output.resume and saved.exists():
+        return jc.Plan.load(saved)
+    kind = jax.devices()[0].device_kind
+    here = (short for short, card in jc.memory.devices().items() if card.name == kind)
+    device = asked.plan_device or next(here, "h200")
+    print(f"{config.method.name}: planning for {asked.memory_budget} of {device}")
+    return jc.plan_step(
+        make_step,
+        layers=layers,
+        budget=asked.memory_budget,
+        device=device,
+        progress=lambda line: print(f"  {line}", flush=True),
+    )
 
 
 def find_start(config: Config, fixed: dict[str, Any], abstract: State) -> int:
@@ -197,6 +240,8 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
         return 0
     if not start:
         begin_folder(config.folder, job.fixed)
+        if job.plan is not None:
+            job.plan.save(config.folder / "plan.json")
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
     checkpoints.drop_after(start)
     state = checkpoints.load(start, job.abstract) if start else init(job)

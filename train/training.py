@@ -29,7 +29,8 @@ class Training:
     """How one method trains one model. Every method is pure and made to be jitted.
 
     ``schedule`` maps the number of updates made to the learning rate; ``seed`` makes
-    initial weights and projections; ``attention`` as in `Llama`.
+    initial weights and projections; ``attention`` as in `Llama`; ``policy`` takes the
+    place of what the method's ``checkpoint`` names, such as a plan.
 
     Raises ValueError where model and method do not fit, a rank above a width.
 
@@ -53,6 +54,7 @@ class Training:
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         attention: str | None = None,
+        policy: Any = None,
     ):
         self.cfg, self.method, self.schedule = cfg, method, schedule
         self.dtype = jnp.dtype(dtype)
@@ -60,7 +62,7 @@ class Training:
             cfg,
             dtype=dtype,
             param_dtype=param_dtype,
-            checkpoint=method.checkpoint_policy,
+            checkpoint=method.checkpoint_policy if policy is None else policy,
             attention=attention,
             rngs=nnx.Rngs(seed),
         )

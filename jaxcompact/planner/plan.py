@@ -165,7 +165,7 @@ def plan_step(
     layers: int = 1,
     budget: int | str | None = None,
     device: str = "h200",
-    max_error: float | None = None,
+    max_error: float = 0.2,
     weights: Mapping[str, float] | None = None,
     codecs: Sequence[Codec] = CODECS,
     progress: Callable[[str], Any] | None = None,
@@ -185,7 +185,8 @@ def plan_step(
         budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
         device: a key of `jaxcompact.memory.devices`.
         max_error: of the gradient, relative: the root of the sum over encoded tensors
-            of ``weight * noise``, each noise relative to its tensor.
+            of ``weight * noise``, each noise relative to its tensor. The default lets
+            four or five tensors have 4 bits; 0 is exact.
         weights: name -> weight of a tensor's noise; 1 by default.
         codecs: what tensors may be encoded by. What attention is sensitive to is
             stored as by `policies.int4`, or exactly.
@@ -207,15 +208,12 @@ def plan_step(
             f"budget must be within the {gib(card.memory)} of {device!r}, got "
             f"{gib(limit)}"
         )
-    if max_error is not None and not max_error >= 0:
+    if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
     traces = _block_of(make_step)
     asked = problem(traces, policies.int4(), tuple(codecs), card)
-    rules = {
-        "noise": float("inf") if max_error is None else max_error**2,
-        "weights": weights,
-    }
+    rules = {"noise": max_error**2, "weights": weights}
 
     def compiled(solution: Solution) -> Plan:
         found = Plan(

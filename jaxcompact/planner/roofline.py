@@ -68,4 +68,4 @@ def _flops(op: Op, ins: list[Any], outs: list[Any]) -> float:
 
 
 def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize
+    return math.prod(aval.shape) * aval.dtype.itemsize

@@ -106,7 +106,7 @@ def test_other_codecs_and_weights(plan):
     used = {type(action) for action in found.actions.values()}
     assert jc.Float8 in used and jc.Quantized not in used
     names = [n for n, a in plan("250MiB").actions.items() if isinstance(a, jc.Codec)]
-    heavy = plan("250MiB", weights={names[0]: 1e6}, max_error=0.5)
+    heavy = plan("250MiB", weights={names[0]: 1e6})
     assert not isinstance(heavy.actions[names[0]], jc.Quantized)
 
 

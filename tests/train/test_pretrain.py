@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import configs
+import jaxcompact as jc
 import pretrain
 from configs import ModelConfig
 from jaxcompact import Quantized
@@ -382,6 +384,12 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(
         (["--tokenizer", "no.json"], "no.json"),
         (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
         (["--resume", "4"], "--resume STEP needs one --method"),
+        (["--plan", "no.json"], "--plan no.json: "),
+        (["--plan", "p", "--memory-budget", "1GiB"], "--memory-budget exclude each"),
+        (["--explain-plan"], "--explain-plan needs --memory-budget or --plan"),
+        (["--plan-device", "h100"], "--plan-device needs --memory-budget"),
+        (["--memory-budget", "1GiB", "--checkpoint", "int4"], "a plan exclude each"),
+        (["--memory-budget", "1 ton"], "budget must be bytes"),
     ],
 )
 def test_a_wrong_option_is_said_before_any_training(
@@ -390,6 +398,36 @@ def test_a_wrong_option_is_said_before_any_training(
     defaults = ["--data", str(book), *SMALL, "--out", str(tmp_path / "out")]
     assert told in refused(capsys, [*defaults, *arguments])
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_run_under_a_budget(book, tmp_path, capsys, monkeypatch):
+    """It is planned once, says so, and goes on under that plan, or an edited one."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path / "compiled"))
+    out = tmp_path / "out"
+    arguments = ["--data", str(book), *SMALL, "--checkpoint-every", "2"]
+    arguments += ["--method", "compact", "--out", str(out)]
+    planned = [*arguments, "--memory-budget", "1GiB"]
+    assert pretrain.main([*planned, "--explain-plan"]) == 0
+    assert "x_btd" in capsys.readouterr().out and not out.exists()
+    assert pretrain.main([*planned, "--steps", "4"]) == 0
+    assert "planning for 1GiB of h200" in capsys.readouterr().out
+    file = out / "compact/plan.json"
+    plan = jc.Plan.load(file)
+    assert plan.peak_bytes < 2**30 and plan.actions["x_btd"] == jc.Save()
+    monkeypatch.setattr(jc, "plan_step", None)  # none is made again
+    assert pretrain.main([*planned, "--steps", "4", "--resume"]) == 0
+
+    edited = replace(plan, actions=plan.actions | {"x_btd": jc.Quantized(8)})
+    edited.save(tmp_path / "edited.json")
+    other = [*arguments, "--plan", str(tmp_path / "edited.json"), "--steps", "4"]
+    assert pretrain.main([*other, "--resume"]) == 2
+    assert "plan was {" in capsys.readouterr().err
+    before = losses_of(out / "compact")
+    assert pretrain.main([*other, "--overwrite"]) == 0
+    assert jc.Plan.load(file) == edited
+    after = losses_of(out / "compact")
+    assert before[4] != after[4] and abs(before[4] / after[4] - 1) < 0.05
 
 
 def test_data_without_text_is_said_before_any_training(tmp_path, capsys):
