@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 from jaxcompact.planner.problem import Option, Problem
 from jaxcompact.replay import Residual
@@ -150,6 +148,10 @@ class _Program:
             self.rows.append((terms, least, most))
 
     def minimize(self, cost: Mapping[int, float]) -> np.ndarray | None:
+        # Comes with jax, but takes as long to import as jaxcompact does.
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
         entries = defaultdict(float)
         for i, (terms, _, _) in enumerate(self.rows):
             scale = max(map(abs, terms.values()))
