@@ -402,7 +402,7 @@ def plot(rows: Sequence[dict], path: Path) -> None:
         loc="center" if spare else "best",
     )
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=100)
 
 
 def _panel(axes, setting: tuple, rows: Sequence[dict], colors: dict[str, tuple]):
@@ -418,6 +418,7 @@ def _panel(axes, setting: tuple, rows: Sequence[dict], colors: dict[str, tuple])
     for i, row in enumerate(rows):
         total = row["peak_bytes"] / 2**30
         axes.text(i, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
+    axes.margins(y=0.1)
     axes.tick_params(axis="x", labelsize=7, rotation=45)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -19,7 +19,11 @@ REACHED = 2 / 3  # of the data sheet's rate of products
 
 
 def operation_seconds(op: Op, card: Device) -> float:
-    """Of one operation on a card; of a loop's body as often as it runs."""
+    """Of one operation on a card.
+
+    A scan's body counts as often as it runs, a while loop's once, a cond's longest
+    branch.
+    """
     ins = [v.aval for v in op.eqn.invars if hasattr(v.aval, "shape")]
     outs = [v.aval for v in op.eqn.outvars if hasattr(v.aval, "shape")]
     moved = sum(map(_nbytes, ins + outs)) / card.memory_bandwidth
@@ -27,7 +31,7 @@ def operation_seconds(op: Op, card: Device) -> float:
         return moved
     if not expensive(op):
         return 0.0
-    if inner := [graph for jaxpr in inner_jaxprs(op) for graph in [graph_of(jaxpr)]]:
+    if inner := list(map(graph_of, inner_jaxprs(op))):
         each = [sum(operation_seconds(o, card) for o in g.ops) for g in inner]
         if op.kind == "scan":
             return op.eqn.params["length"] * sum(each)
@@ -61,7 +65,7 @@ def _flops(op: Op, ins: list[Any], outs: list[Any]) -> float:
         numbers = op.eqn.params["dimension_numbers"]
         kernel = ins[1].shape
         return 2 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
-    if "attention" in op.kind and len(ins) >= 3:
+    if "attention" in op.kind and len(ins[0].shape) == 4:  # cuDNN's
         (batch, tokens, heads, width), others = ins[0].shape, ins[1].shape[1]
         return 4 * batch * heads * tokens * others * width
     return 0

@@ -1,0 +1,71 @@
+"""Modelled times, by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcompact as jc
+from jaxcompact.graph import graph_of
+from jaxcompact.memory import devices
+from jaxcompact.planner.roofline import REACHED, codec_seconds, operation_seconds
+
+CARD = devices()["a100"]
+RATE, BYTES = CARD.flops * REACHED, CARD.memory_bandwidth
+
+
+def seconds(fun, *shapes, dtype=jnp.bfloat16):
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    graph = graph_of(jax.make_jaxpr(fun)(*args))
+    return sum(operation_seconds(op, CARD) for op in graph.ops)
+
+
+def test_products():
+    large = 2 * 4096 * 2048 * 1024
+    assert seconds(jnp.matmul, (4096, 2048), (2048, 1024)) == large / RATE
+    full = seconds(jnp.matmul, (4096, 2048), (2048, 1024), dtype=jnp.float32)
+    assert full == 2 * large / RATE
+    batched = seconds(lambda a, b: a @ b, (8, 512, 256), (8, 256, 1024))
+    assert batched == max(
+        2 * 8 * 512 * 256 * 1024 / RATE,
+        2 * 8 * (512 * 256 + 256 * 1024 + 512 * 1024) / BYTES,
+    )
+    # A vector's product is as fast as the matrix is read.
+    vector = seconds(jnp.matmul, (2048,), (2048, 1024))
+    assert vector == 2 * (2048 + 2048 * 1024 + 1024) / BYTES
+
+
+def test_convolutions():
+    found = seconds(
+        lambda x, w: jax.lax.conv(x, w, (2, 2), "SAME"),
+        (64, 256, 32, 32),
+        (512, 256, 3, 3),
+    )
+    assert found == pytest.approx(2 * 64 * 512 * 16 * 16 * 256 * 9 / RATE)
+
+
+def test_elementwise_operations_are_fused_and_reductions_are_read():
+    assert seconds(lambda x: jnp.tanh(x) * 2 + x, (1024, 1024)) == 0
+    total = seconds(lambda x: jax.lax.reduce_max(x, (1,)), (1024, 1024))
+    assert total == 2 * (1024 * 1024 + 1024) / BYTES
+
+
+def test_loops_and_branches():
+    one = seconds(jnp.matmul, (1024, 1024), (1024, 1024))
+
+    def loop(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=7)[0]
+
+    def branch(x, w):
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w)
+
+    assert seconds(loop, (1024, 1024), (1024, 1024)) == pytest.approx(7 * one)
+    assert seconds(branch, (1024, 1024), (1024, 1024)) == pytest.approx(2 * one)
+
+
+def test_codecs():
+    shape, dtype = (1024, 1024), jnp.bfloat16
+    stored = jc.Quantized(4).nbytes(shape, dtype)
+    found = codec_seconds(jc.Quantized(4), shape, dtype, CARD)
+    assert found == (3 * 2 * 1024**2 + 2 * stored) / BYTES
+    away = codec_seconds(jc.Offload(), shape, dtype, CARD)
+    assert away == 2 * 2 * 1024**2 / CARD.host_bandwidth
