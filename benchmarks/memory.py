@@ -418,7 +418,7 @@ def _panel(axes, setting: tuple, rows: Sequence[dict], colors: dict[str, tuple])
     for i, row in enumerate(rows):
         total = row["peak_bytes"] / 2**30
         axes.text(i, total, f"{total:.1f}", ha="center", va="bottom", fontsize=8)
-    axes.margins(y=0.1)
+    axes.set_ylim(0, 1.1 * max(bottom))
     axes.tick_params(axis="x", labelsize=7, rotation=45)
     axes.spines[["top", "right"]].set_visible(False)
 
