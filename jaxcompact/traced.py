@@ -69,6 +69,7 @@ class Traced:
             plan = self.plans[perturbed] = Plan(self, perturbed)
             if not self.prefix:
                 self._require_matches(plan, perturbed)
+                # A planner's policy asks for the blocks that are traced under it.
                 getattr(self.policy, "note", lambda plan: None)(plan)
         return self.plans[perturbed]
 

@@ -1,6 +1,8 @@
 """Strict mode: an accidental upcast or broadcast is a memory bug here, so it fails."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -29,3 +31,20 @@ def optax_promotion():
     """optax computes ``decay ** count`` of a float and an int: not strict."""
     with jax.numpy_dtype_promotion("standard"):
         yield
+
+
+@pytest.fixture
+def jaxcompact_command(tmp_path):
+    """``(module's text, *arguments)``: runs python -m jaxcompact beside that module."""
+
+    def run(module, *arguments):
+        (tmp_path / "my_module.py").write_text(module)
+        cache = str(tmp_path / "cache")
+        env = os.environ | {"PYTHONPATH": str(ROOT), "JAXCOMPACT_CACHE": cache}
+        env.pop("JAX_PLATFORMS", None)
+        command = [sys.executable, "-m", "jaxcompact", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    return run

@@ -1,5 +1,5 @@
 """The planner: which tensors to keep, encode, move or make again, under a budget."""
 
 from jaxcompact.planner.plan import Plan as Plan
-from jaxcompact.planner.plan import plan as plan
-from jaxcompact.planner.plan import plan_step as plan_step
+from jaxcompact.planner.search import plan as plan
+from jaxcompact.planner.search import plan_step as plan_step

@@ -11,11 +11,10 @@ Of a block with items i, their options o and operations p::
     sum_io weight_i noise_io stored_io   <= error
 
 ``stored`` are 0 or 1; the rest follows. A parent that several tensors are made of is
-made again once. Source: the closure of notes on Adacc (arXiv 2508.00806); the paper
-prints no formulation.
+made again once. Source: Adacc (arXiv 2508.00806), which prints no formulation; the
+closure is that of Checkmate (arXiv 1910.02653) for one block.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ import numpy as np
 from jaxcompact.planner.problem import Option, Problem
 from jaxcompact.replay import Residual
 
-_TIE = 1e-6  # of the time it takes to move a byte: of equal plans, the smaller
+_TIE = 1e-6  # microseconds for all bytes together: of equal plans, the smaller
 
 
 @dataclass(frozen=True)
@@ -152,22 +151,18 @@ class _Program:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 
-        entries = defaultdict(float)
-        for i, (terms, _, _) in enumerate(self.rows):
+        rows, columns, entries, bounds = [], [], [], []
+        for i, (terms, least, most) in enumerate(self.rows):
             scale = max(map(abs, terms.values()))
-            for k, v in terms.items():
-                entries[i, k] += v / scale
-        scales = [max(map(abs, terms.values())) for terms, _, _ in self.rows]
-        places = np.array(list(entries)).T
-        matrix = coo_array(
-            (list(entries.values()), (places[0], places[1])),
-            shape=(len(self.rows), len(self.least)),
-        ).tocsr()
-        lows = [least / s for (_, least, _), s in zip(self.rows, scales, strict=True)]
-        highs = [most / s for (_, _, most), s in zip(self.rows, scales, strict=True)]
+            rows += [i] * len(terms)
+            columns += terms
+            entries += [v / scale for v in terms.values()]
+            bounds.append((least / scale, most / scale))
+        shape = len(self.rows), len(self.least)
+        matrix = coo_array((entries, (rows, columns)), shape=shape).tocsr()
         found = milp(
             [cost.get(k, 0.0) for k in range(len(self.least))],
-            constraints=LinearConstraint(matrix, lows, highs),
+            constraints=LinearConstraint(matrix, *np.transpose(bounds)),
             bounds=Bounds(self.least, self.most),
             integrality=self.binary,
         )

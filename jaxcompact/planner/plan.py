@@ -1,45 +1,21 @@
-"""Plans: the fastest policy under a memory budget, checked by compiling its step."""
+"""Plans: policies that can be read, edited and kept as JSON."""
 
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxcompact import policies
-from jaxcompact.checkpoint import Params, as_tuple, checkpoint
-from jaxcompact.codecs import (
-    BitMask,
-    Chain,
-    Codec,
-    Float8,
-    Hadamard,
-    Narrow,
-    Offload,
-    OutlierQuantized,
-    Quantized,
-)
+from jaxcompact import codecs
+from jaxcompact.codecs import Chain, Codec
 from jaxcompact.memory.cards import find_device
-from jaxcompact.memory.peak import gib, peak
-from jaxcompact.memory.search import parse_bytes
-from jaxcompact.planner.milp import Solution, solve
-from jaxcompact.planner.problem import Problem, named, problem
-from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
+from jaxcompact.memory.peak import gib
+from jaxcompact.policy import Action, Derivative, Recompute, Save
 from jaxcompact.tensors import Tensor
 
-CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
-_COMPILES = 3
-_NEAR = 0.97  # of the budget: no other plan is looked for above that
-_ACTIONS = {
-    kind.__name__: kind
-    for kind in (
-        *(Save, Recompute, Derivative, Quantized, OutlierQuantized, Float8),
-        *(BitMask, Narrow, Hadamard, Offload, Chain),
-    )
+_CODECS = (kind for kind in vars(codecs).values() if isinstance(kind, type))
+_ACTIONS = {kind.__name__: kind for kind in (Save, Recompute, Derivative)} | {
+    kind.__name__: kind for kind in _CODECS if issubclass(kind, Codec)
 }
 
 
@@ -109,233 +85,6 @@ class Plan:
         ]
         lines += [f"  {name:24}{action}" for name, action in self.actions.items()]
         return "\n".join(lines)
-
-
-class _Noting:
-    """A policy that notes which blocks are traced under it."""
-
-    def __init__(self, policy: ChoosesActions):
-        self.decide, self.found = policy.decide, []
-
-    def note(self, traces: Any) -> None:
-        self.found.append(traces)
-
-
-def plan(
-    block: Callable,
-    *args: Any,
-    layers: int = 1,
-    params: Params = 0,
-    **options: Any,
-) -> Plan:
-    """The fastest policy for a block, ``layers`` of which fit in a budget.
-
-    As `plan_step`, for the gradient of ``layers`` such blocks in a scan. A block maps
-    its first argument that is no parameter to one like it.
-
-    Args:
-        block: the function that `jaxcompact.checkpoint` is to wrap.
-        args: its arguments; shapes are enough.
-        layers: how many of them follow each other.
-        params: as in `jaxcompact.checkpoint`.
-        options: ``budget``, ``device``, ``max_error``, ``weights``, ``codecs`` and
-            ``progress`` of `plan_step`.
-
-    Raises ValueError for a block of another form, and what `plan_step` does.
-
-    >>> import jax, jax.numpy as jnp, jaxcompact as jc
-    >>> def block(params, x):
-    ...     return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
-    >>> of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    >>> params = {"up": of(512, 2048), "down": of(2048, 512)}
-    >>> found = jc.plan(block, params, of(8192, 512), layers=8, budget="300MiB",
-    ...                 progress=lambda line: None)
-    >>> found.peak_bytes < 300 * 2**20
-    True
-    """
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers must be a positive int, got {layers!r}")
-    make_step = _scan_step(block, args, layers, params)
-    return plan_step(make_step, layers=layers, **options)
-
-
-def plan_step(
-    make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
-    *,
-    layers: int = 1,
-    budget: int | str | None = None,
-    device: str = "h200",
-    max_error: float = 0.2,
-    weights: Mapping[str, float] | None = None,
-    codecs: Sequence[Codec] = CODECS,
-    progress: Callable[[str], Any] | None = None,
-) -> Plan:
-    """The fastest policy with which a training step fits in a budget.
-
-    For every tensor of the block that the step checkpoints: keep it, encode it, move it
-    to the host or make it again, such that the modelled time is least (a mixed integer
-    linear program over the block's operations) and the step, *compiled for the card*,
-    stays within the budget: the program's own peak corrects the model, in at most three
-    compiles.
-
-    Args:
-        make_step: ``policy -> (step, args)``, for `jaxcompact.memory.peak`; the step
-            uses ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block.
-        layers: how often that block runs.
-        budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
-        device: a key of `jaxcompact.memory.devices`.
-        max_error: of the gradient, relative: the root of the sum over encoded tensors
-            of ``weight * noise``, each noise relative to its tensor. The default lets
-            four or five tensors have 4 bits; 0 is exact.
-        weights: name -> weight of a tensor's noise; 1 by default.
-        codecs: what tensors may be encoded by. What attention is sensitive to is
-            stored as by `policies.int4`, or exactly.
-        progress: called with a line for each compile; by default it goes to stderr.
-
-    Times are those of a roofline of the card, not measured.
-
-    Raises ValueError for a budget that is none, above the card, or below what the
-    smallest plan takes (which it says), for a ``max_error`` that no plan keeps, and for
-    a step that checkpoints no block or several; ImportError without
-    ``jaxcompact[memory]``.
-
-    Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
-    """
-    card = find_device(device)
-    limit = card.memory if budget is None else parse_bytes(budget)
-    if limit > card.memory:
-        raise ValueError(
-            f"budget must be within the {gib(card.memory)} of {device!r}, got "
-            f"{gib(limit)}"
-        )
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
-    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    traces = _block_of(make_step)
-    asked = problem(traces, policies.int4(), tuple(codecs), card)
-    rules = {"noise": max_error**2, "weights": weights}
-
-    def compiled(solution: Solution) -> Plan:
-        found = Plan(
-            traces.traced.label,
-            _actions(asked, solution),
-            device,
-            limit,
-            solution.seconds,
-            solution.nbytes,
-            solution.noise**0.5,
-            0,
-        )
-        step, args = make_step(found)
-        nbytes = peak(step, *args, device=device).peak_bytes
-        time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
-        say(f"{gib(nbytes)}: {time} and {size} a layer")
-        return replace(found, peak_bytes=nbytes)
-
-    # From little memory upwards: what a step takes beside what it stores is not known
-    # before something is compiled, and less with the host's help.
-    best = last = None
-    tried = 0
-    for within in (_without_host(asked), asked):
-        smallest = solve(within, **rules, smallest=True)
-        if smallest is None or (last and _actions(asked, smallest) == last.actions):
-            continue
-        last, tried = compiled(smallest), tried + 1
-        if last.peak_bytes <= limit:
-            best = last
-            break
-    if last is None:
-        raise ValueError(f"max_error must be reachable, got {max_error!r}: no plan is")
-    if best is None:
-        beside = gib(last.peak_bytes - layers * last.nbytes)
-        raise ValueError(
-            f"budget must be {gib(last.peak_bytes)} or more, which the smallest plan "
-            f"takes: {gib(last.nbytes)} in each of {layers} layers, and {beside} "
-            f"beside them; got {gib(limit)}"
-        )
-    while tried < _COMPILES:
-        beside = last.peak_bytes - layers * last.nbytes
-        solution = solve(asked, **rules, nbytes=(limit - beside) / layers)
-        if solution is None or _actions(asked, solution) == last.actions:
-            break
-        last, tried = compiled(solution), tried + 1
-        if last.peak_bytes <= limit and last.seconds <= best.seconds:
-            best = last
-        if _NEAR * limit <= last.peak_bytes <= limit:
-            break
-    return best
-
-
-def _without_host(asked: Problem) -> Problem:
-    return replace(
-        asked,
-        items=tuple(
-            replace(
-                item,
-                options=tuple(o for o in item.options if o.action != Offload()),
-            )
-            for item in asked.items
-        ),
-    )
-
-
-def _block_of(make_step: Callable) -> Any:
-    """The block that a step checkpoints, as it is traced."""
-    policy = _Noting(policies.int4())
-    step, args = make_step(policy)
-    jax.eval_shape(step, *args)
-    blocks = {id(traces.traced): traces for traces in policy.found}
-    if len(blocks) != 1:
-        names = ", ".join(repr(t.traced.label) for t in blocks.values()) or "none"
-        raise ValueError(
-            f"make_step must return a step that checkpoints one block with the policy "
-            f"it is given, got {names}"
-        )
-    (traces,) = blocks.values()
-    return traces
-
-
-def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
-    return asked.actions | named(asked.items, solution.chosen)
-
-
-def _scan_step(
-    block: Callable, args: Sequence[Any], layers: int, params: Params
-) -> Callable[[Any], tuple[Callable, tuple]]:
-    """The gradient of a scan over ``layers`` blocks, for one policy."""
-    numbers = {n % len(args) for n in as_tuple(params) if isinstance(n, int)}
-    rest = [n for n in range(len(args)) if n not in numbers]
-    if not rest:
-        raise ValueError("args must hold one that is no parameter")
-    place = rest[0]
-    out = jax.eval_shape(block, *args)
-    like = jax.tree.map(lambda x: (x.shape, x.dtype), (out, args[place]))
-    if like[0] != like[1]:
-        raise ValueError(
-            f"block must map its argument {place} to one like it, or make_step be "
-            f"given; got {like[1]} to {like[0]}"
-        )
-
-    def make_step(policy):
-        wrapped = checkpoint(block, policy=policy, params=params, prevent_cse=False)
-
-        def loss(trained, others):
-            def layer(x, own):
-                given = dict(others) | dict(zip(sorted(numbers), own, strict=True))
-                given[place] = x
-                return wrapped(*(given[n] for n in range(len(args)))), None
-
-            x, _ = jax.lax.scan(layer, others[place], trained, length=layers)
-            return sum(jnp.sum(y, dtype=jnp.float32) for y in jax.tree.leaves(x))
-
-        def stacked(x):
-            return jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
-
-        trained = [jax.tree.map(stacked, args[n]) for n in sorted(numbers)]
-        others = {n: args[n] for n in rest}
-        return jax.jit(jax.grad(loss)), (trained, others)
-
-    return make_step
 
 
 def _to_data(action: Any) -> Any:

@@ -27,12 +27,14 @@ class Option:
         nbytes: on the device, of one layer.
         seconds: to encode and decode it.
         noise: mean square of what decoding adds, relative to the tensor's.
+        away: whether it lies in the host's memory.
     """
 
     action: Action
     nbytes: int
     seconds: float
     noise: float
+    away: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ def _option(action: Action, tensor: Tensor, card: Device) -> Option:
         action.nbytes(shape, dtype),
         codec_seconds(action, shape, dtype, card),
         noise(action) if tensor.floating else 0.0,
+        bool(action.host_nbytes(shape, dtype)),
     )
 
 

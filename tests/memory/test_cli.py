@@ -1,9 +1,7 @@
 """python -m jaxcompact memory, as a user runs it."""
 
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 
@@ -20,22 +18,8 @@ def nothing():
 
 
 @pytest.fixture
-def run(tmp_path):
-    (tmp_path / "my_module.py").write_text(MODULE)
-
-    def run(*arguments):
-        root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-        env = os.environ | {
-            "PYTHONPATH": root,
-            "JAXCOMPACT_CACHE": str(tmp_path / "cache"),
-        }
-        env.pop("JAX_PLATFORMS", None)
-        command = [sys.executable, "-m", "jaxcompact", "memory", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True
-        )
-
-    return run
+def run(jaxcompact_command):
+    return partial(jaxcompact_command, MODULE, "memory")
 
 
 def test_a_table_and_json(run):

@@ -1,8 +1,6 @@
 """python -m jaxcompact plan, as a user runs it."""
 
-import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 
@@ -24,20 +22,8 @@ def nothing():
 
 
 @pytest.fixture
-def run(tmp_path):
-    (tmp_path / "my_module.py").write_text(MODULE)
-
-    def run(*arguments):
-        root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-        cache = str(tmp_path / "cache")
-        env = os.environ | {"PYTHONPATH": root, "JAXCOMPACT_CACHE": cache}
-        env.pop("JAX_PLATFORMS", None)
-        command = [sys.executable, "-m", "jaxcompact", "plan", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True
-        )
-
-    return run
+def run(jaxcompact_command):
+    return partial(jaxcompact_command, MODULE, "plan")
 
 
 def test_a_table_and_a_file(run, tmp_path):
