@@ -67,9 +67,10 @@ LENGTHS_FULL = [  # the same number of tokens on each card
         (("350m", 1), ("1b", 1), ("7b", 1), ("7b", 8)), (256, 2048, 8192)
     )
 ]
-LARGEST = (("350m", 256), ("1b", 1024))
-BUDGETS = ("16 GB", "32 GB", "80 GB", "141 GB")
-BATCHES = ("exact", "remat", "int4", "compact+int4", "dots_no_batch", "offload")
+LARGEST = (("350m", 256, 1), ("1b", 1024, 1), ("7b", 2048, 1), ("7b", 2048, 8))
+BUDGETS = ("16 GB", "32 GB", "80 GB", "141 GB")  # of each card
+BATCHES = (*POLICIES, *COMPACT[:2])
+FIRST = ("exact", "remat", "int4")  # in 16 GB, of the rows that take 10 minutes
 
 
 def main() -> None:
@@ -225,12 +226,12 @@ def everything(full: bool) -> None:
     settings = METHODS + SIZES + (SIZES_FULL + LENGTHS_FULL if full else [])
     jobs = [("peaks", measure, *key) for key in keys(settings)]
     jobs = [j for j in jobs if ("peaks", *j[2:6], "h200", j[6]) not in done]
-    for (model, seq), budget in itertools.product(LARGEST, BUDGETS):
-        for method in BATCHES:
-            key = ("batches", model, None, seq, 1, budget, method)
-            first = (model, budget) == ("350m", "16 GB") and method in BATCHES[:3]
-            if key not in done and (full or first):
-                jobs.append(("batches", largest, model, seq, method, budget))
+    for budget, setting, method in itertools.product(BUDGETS, LARGEST, BATCHES):
+        model, seq, devices = setting
+        key = ("batches", model, None, seq, devices, budget, method)
+        first = (model, budget) == ("350m", "16 GB") and method in FIRST
+        if key not in done and (full or first):
+            jobs.append(("batches", largest, *setting, method, budget))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as pool, RESULTS.open("a") as file:
         futures = {pool.submit(row_of, *job): job for job in jobs}
@@ -250,12 +251,14 @@ def row_of(name: str, make: Callable[..., dict], *setting) -> dict:
     return {"table": name, **make(*setting)}
 
 
-def largest(model: str, seq: int, method: str, budget: str) -> dict:
-    """The largest batch in a budget; none if a batch of 1 is too large."""
-    row = {"model": model, "seq": seq, "devices": 1, "method": method}
+def largest(model: str, seq: int, devices: int, method: str, budget: str) -> dict:
+    """The largest batch in a budget for each card; 0 if one on each is too large."""
+    row = {"model": model, "seq": seq, "devices": devices, "method": method}
     try:
         found = memory.largest_batch(
-            lambda batch: make_step(model, batch, seq, 1, method), budget=budget
+            lambda batch: make_step(model, batch, seq, devices, method),
+            budget=budget,
+            multiple=devices,
         )
         answer = {"largest_batch": found.batch, "peak_bytes": found.peak.peak_bytes}
     except ValueError as error:

@@ -20,7 +20,7 @@ def matrix(rows: Sequence[dict]) -> str:
 
 def _setting(row: dict) -> str:
     several = f" on {row['devices']}" if row["devices"] > 1 else ""
-    return f"{row['model']}, {row['batch']} x {row['seq']}{several}"
+    return f"{row['model']}, {row.get('batch', 'n')} x {row['seq']}{several}"
 
 
 def markdown(rows: Sequence[dict]) -> str:
@@ -54,12 +54,12 @@ def _shown(rows: Sequence[dict]) -> list[str]:
 
 def batches(rows: Sequence[dict], budgets: Sequence[str]) -> str:
     lines = [["model, tokens", "method", *budgets], ["---"] * (2 + len(budgets))]
-    found = {(r["model"], r["seq"], r["method"], r["device"]): r for r in rows}
-    for model, seq, method in dict.fromkeys(key[:3] for key in found):
-        cells = [f"{model}, n x {seq}", method]
+    found = {(_setting(row), row["method"], row["device"]): row for row in rows}
+    for setting, method in dict.fromkeys(key[:2] for key in found):
+        cells = [setting, method]
         for budget in budgets:
-            row = found.get((model, seq, method, budget))
-            exact = found.get((model, seq, "exact", budget))
+            row = found.get((setting, method, budget))
+            exact = found.get((setting, "exact", budget))
             text = "" if row is None else str(row["largest_batch"])
             if row and exact and exact["largest_batch"] and method != "exact":
                 text += f" ({row['largest_batch'] / exact['largest_batch']:.1f}x)"

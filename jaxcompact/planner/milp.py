@@ -60,7 +60,6 @@ def solve(
     program = _Program()
     size, error, time = {}, {}, {}
     remade = {}
-    value_of = {item.source: item for item in problem.items}
     needed: dict[object, int] = {}
 
     def need(source) -> int:
@@ -81,21 +80,13 @@ def solve(
         program.row(row, 0, 0)
 
     ran = {op: program.variable() for op in problem.runs}
-    first: dict[object, int] = {}
-    for item in problem.items:
-        source = item.source
-        if isinstance(source, Residual):
-            op, again = source.op, remade[source]
-            # A block that runs again for one residual makes all of them.
-            if first.setdefault(op, again) != again:
-                program.row({again: 1.0, first[op]: -1.0}, 0, 0)
-        elif source in problem.makers:
-            op, again = problem.makers[source], remade[source]
-        else:
-            continue
-        program.row({ran[op]: 1.0, again: -1.0}, 0, np.inf)
+    for source, again in remade.items():
+        # A block that runs again for one residual makes all of them.
+        op = source.op if isinstance(source, Residual) else problem.makers.get(source)
+        if op is not None:
+            program.row({ran[op]: 1.0, again: -1.0}, 0, np.inf)
     for value, op in problem.makers.items():
-        if value not in value_of and value not in problem.free:
+        if value not in remade and value not in problem.free:
             program.row({ran[op]: 1.0, need(value): -1.0}, 0, np.inf)
     for op, seconds in problem.runs.items():
         time[ran[op]] = seconds
