@@ -122,6 +122,8 @@ def test_sketches_have_the_dtype_of_their_kernels(dtype, x_dtype):
     # sum once more: a sum in bfloat16 would stand still long before.
     atol = 2.0**-8 * float(jnp.abs(exact).max()) * 3
     np.testing.assert_allclose(sketch.astype(jnp.float32), exact, rtol=0, atol=atol)
+    rounded = sketch.astype(jnp.bfloat16).astype(dtype)
+    assert bool((rounded == sketch).all()) == (dtype == jnp.bfloat16)
 
 
 def test_has_aux_and_keyword_arguments():
