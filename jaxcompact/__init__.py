@@ -20,8 +20,10 @@ from jaxcompact.optimizers import scale_by_subspace_adam as scale_by_subspace_ad
 from jaxcompact.optimizers import subspace_adamw as subspace_adamw
 from jaxcompact.optimizers import update_count as update_count
 from jaxcompact.planner import Plan as Plan
+from jaxcompact.planner import Sensitivity as Sensitivity
 from jaxcompact.planner import plan as plan
 from jaxcompact.planner import plan_step as plan_step
+from jaxcompact.planner import sensitivity as sensitivity
 from jaxcompact.policy import Derivative as Derivative
 from jaxcompact.policy import Policy as Policy
 from jaxcompact.policy import Recompute as Recompute

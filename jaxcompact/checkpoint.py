@@ -106,7 +106,7 @@ def checkpoint(
         if not fresh:
             traced, consts = _trace(call, leaves, tree, params, policy, prevent_cse)
             known[key] = get_opaque_trace_state(), traced, consts
-        return traced, [*consts, *leaves]
+        return traced, [*consts, *leaves, *getattr(policy, "probes", ())]
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):

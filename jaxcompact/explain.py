@@ -1,6 +1,5 @@
 """What a policy does with every tensor of a function, and why."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint
 from jaxcompact.codecs import Codec
-from jaxcompact.policy import ChoosesActions, Recompute
+from jaxcompact.policy import ChoosesActions, Recompute, written
 from jaxcompact.traced import Plan
 
 
@@ -153,9 +152,9 @@ def _rows(plan: Plan) -> list[Row]:
     kept = {replay.graph.inputs[i] for i in replay.kept}
     rows = []
     for value, (tensor, action, reason) in replay.chosen.items():
-        text, size = _short(action), 0
+        text, size = written(action), 0
         if value in stores:
-            text = ", ".join(_short(slot.action) for slot, _ in stores[value])
+            text = ", ".join(written(slot.action) for slot, _ in stores[value])
             size = sum(_stored(slot, store) for slot, store in stores[value])
         elif value in kept:
             text = "keep"
@@ -177,17 +176,6 @@ def _rows(plan: Plan) -> list[Row]:
             )
         )
     return rows
-
-
-def _short(action: Any) -> str:
-    """An action as it would be written: arguments at their defaults left out."""
-    fields = dataclasses.fields(action)
-    given = [
-        f"{field.name}={getattr(action, field.name)!r}"
-        for i, field in enumerate(fields)
-        if i == 0 or getattr(action, field.name) != field.default
-    ]
-    return f"{type(action).__name__}({', '.join(given)})"
 
 
 def _stored(slot: Any, store: Any) -> int:

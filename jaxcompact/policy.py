@@ -1,7 +1,7 @@
 """Which tensor gets which action."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, get_args
 
@@ -66,6 +66,16 @@ def _require(holder: Any, name: str, kinds: Any) -> None:
 
 
 Action = Save | Recompute | Derivative | Codec
+
+
+def written(action: Any) -> str:
+    """An action as it would be written: arguments at their defaults left out."""
+    given = [
+        f"{field.name}={getattr(action, field.name)!r}"
+        for i, field in enumerate(fields(action))
+        if i == 0 or getattr(action, field.name) != field.default
+    ]
+    return f"{type(action).__name__}({', '.join(given)})"
 
 
 class ChoosesActions(Protocol):

@@ -73,6 +73,11 @@ class Traced:
                 getattr(self.policy, "note", lambda plan: None)(plan)
         return self.plans[perturbed]
 
+    def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The function's own inputs, and those with which its policy probes it."""
+        count = len(self.graph.inputs)
+        return inputs[:count], inputs[count:]
+
     def _require_matches(self, plan: "Plan", perturbed: tuple[bool, ...]) -> None:
         unused = getattr(self.policy, "unused", lambda names: [])(plan.names())
         avals = [self.graph.avals[v] for v in self.graph.inputs]
@@ -177,11 +182,27 @@ class Plan:
         """Zeros in the place of what `forward` stores."""
         return jax.tree.map(zeros, jax.eval_shape(self.forward, *inputs)[1])
 
+    def kept(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs that the backward pass takes as they are."""
+        inputs, probes = self.traced.split(inputs)
+        places = {i: self.traced.graph.inputs[i] for i in self.replay.kept}
+        return [self._probed(v, inputs[i], probes) for i, v in places.items()]
+
+    def _probed(self, source: Any, value: Any, probes: Sequence[Any]) -> Any:
+        if not probes or source not in self.replay.chosen:
+            return value
+        tensor, _, _ = self.replay.chosen[source]
+        return self.traced.policy.probe(tensor, value, *probes)
+
     def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
-        wrt = set(self.replay.wrt)
+        wrt, slots = set(self.replay.wrt), self.replay.slots
+        inputs, probes = self.traced.split(inputs)
         inputs = [self.guard(x) if i in wrt else x for i, x in enumerate(inputs)]
         outs, stored = self.replay.run_forward(
-            inputs, lambda k, value: self.stores[k].encode(value)
+            inputs,
+            lambda k, x: self.stores[k].encode(
+                self._probed(slots[k].source, x, probes)
+            ),
         )
         if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
             outs, stored = tie((outs, stored))
@@ -275,21 +296,20 @@ def _light(codec: Codec, aval: Any) -> bool:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def run(traced: Traced, *inputs: Any) -> list[Any]:
     """The function's outputs; it is differentiated from what its policy stores."""
-    return traced.primal(*inputs)
+    return traced.primal(*traced.split(inputs)[0])
 
 
 def _run_forward(traced: Traced, *inputs: Any):
     mask, inputs = _opened(inputs)
-    plan = traced.plan(mask)
+    plan = traced.plan(traced.split(mask)[0])
     outs, stored = plan.forward(*inputs)
     # As they are: a loop over layers then knows them for slices of the parameters.
-    kept = [inputs[i] for i in plan.replay.kept]
-    return outs, (_Static(mask), kept, stored)
+    return outs, (_Static(mask), plan.kept(inputs), stored)
 
 
 def _run_backward(traced: Traced, residuals, cts):
     mask, kept, stored = residuals
-    plan = traced.plan(mask.value)
+    plan = traced.plan(traced.split(mask.value)[0])
     moved = plan.backward(kept, stored, plan.active(cts))
     found = dict(zip(plan.replay.wrt, moved, strict=True))
     return tuple(found.get(i) for i in range(len(mask.value)))

@@ -3,3 +3,5 @@
 from jaxcompact.planner.plan import Plan as Plan
 from jaxcompact.planner.search import plan as plan
 from jaxcompact.planner.search import plan_step as plan_step
+from jaxcompact.planner.sensitivity import Sensitivity as Sensitivity
+from jaxcompact.planner.sensitivity import sensitivity as sensitivity

@@ -8,18 +8,18 @@ Of a block with items i, their options o and operations p::
     needed_v   >= again_p                 of what p reads
     needed_v    = 1                       of what the backward pass reads
     sum_io bytes_io stored_io            <= bytes
-    sum_io weight_i noise_io stored_io   <= error
+    sum_io noise_io stored_io            <= noise
 
 ``stored`` are 0 or 1; the rest follows. A parent that several tensors are made of is
 made again once. Source: Adacc (arXiv 2508.00806), which prints no formulation; the
 closure is that of Checkmate (arXiv 1910.02653) for one block.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.problem import Option, Problem
 from jaxcompact.replay import Residual
 
@@ -34,7 +34,7 @@ class Solution:
         chosen: an option for each item, or None where it is made again or not needed.
         seconds: beside those of keeping everything, of one layer.
         nbytes: stored, of one layer.
-        noise: weighted sum of squares.
+        noise: mean square that it adds to the gradient, relative to the gradient's.
     """
 
     chosen: tuple[Option | None, ...]
@@ -48,16 +48,12 @@ def solve(
     *,
     nbytes: float = np.inf,
     noise: float = np.inf,
-    weights: Mapping[str, float] | None = None,
     smallest: bool = False,
 ) -> Solution | None:
-    """The fastest plan within ``nbytes`` and ``noise``, or the smallest; None if none.
-
-    ``weights``: of each tensor's noise, by name; 1 where it has none.
-    """
+    """The fastest within ``nbytes`` and ``noise``, or the smallest; None if none is."""
     if nbytes < 0 or noise < 0:
         return None
-    program = _Program()
+    program = IntegerProgram()
     size, error, time = {}, {}, {}
     remade = {}
     needed: dict[object, int] = {}
@@ -71,12 +67,11 @@ def solve(
     for item in problem.items:
         remade[item.source] = again = program.variable(most=item.again)
         row = {need(item.source): -1.0, again: 1.0}
-        weight = (weights or {}).get(item.tensor.name, 1.0)
         for k, option in enumerate(item.options):
             x = stored[item.source, k] = program.variable(binary=True)
             row[x] = 1.0
             size[x], time[x] = option.nbytes, option.seconds
-            error[x] = weight * option.noise
+            error[x] = option.noise
         program.row(row, 0, 0)
 
     ran = {op: program.variable() for op in problem.runs}
@@ -118,43 +113,3 @@ def solve(
         sum(option.nbytes for option in chosen if option),
         sum(error[k] for k in error if found[k]),
     )
-
-
-class _Program:
-    """A program in the making: variables are numbers, rows are sparse."""
-
-    def __init__(self):
-        self.least, self.most, self.binary = [], [], []
-        self.rows: list[tuple[dict[int, float], float, float]] = []
-
-    def variable(self, least: float = 0, most: float = 1, binary: bool = False) -> int:
-        self.least.append(float(least))
-        self.most.append(float(most))
-        self.binary.append(int(binary))
-        return len(self.least) - 1
-
-    def row(self, terms: Mapping[int, float], least: float, most: float) -> None:
-        if terms := {k: v for k, v in terms.items() if v}:
-            self.rows.append((terms, least, most))
-
-    def minimize(self, cost: Mapping[int, float]) -> np.ndarray | None:
-        # Comes with jax, but takes as long to import as jaxcompact does.
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import coo_array
-
-        rows, columns, entries, bounds = [], [], [], []
-        for i, (terms, least, most) in enumerate(self.rows):
-            scale = max(map(abs, terms.values()))
-            rows += [i] * len(terms)
-            columns += terms
-            entries += [v / scale for v in terms.values()]
-            bounds.append((least / scale, most / scale))
-        shape = len(self.rows), len(self.least)
-        matrix = coo_array((entries, (rows, columns)), shape=shape).tocsr()
-        found = milp(
-            [cost.get(k, 0.0) for k in range(len(self.least))],
-            constraints=LinearConstraint(matrix, *np.transpose(bounds)),
-            bounds=Bounds(self.least, self.most),
-            integrality=self.binary,
-        )
-        return None if found.x is None else found.x > 0.5

@@ -10,7 +10,7 @@ from jaxcompact import codecs
 from jaxcompact.codecs import Chain, Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib
-from jaxcompact.policy import Action, Derivative, Recompute, Save
+from jaxcompact.policy import Action, Derivative, Recompute, Save, written
 from jaxcompact.tensors import Tensor
 
 _CODECS = (kind for kind in vars(codecs).values() if isinstance(kind, type))
@@ -83,7 +83,9 @@ class Plan:
             f"{find_device(self.device).name}, {gib(self.nbytes)} a layer, "
             f"{self.seconds * 1e6:.0f} us a layer, gradient error {self.error:.1%}"
         ]
-        lines += [f"  {name:24}{action}" for name, action in self.actions.items()]
+        lines += [
+            f"  {name:24}{written(action)}" for name, action in self.actions.items()
+        ]
         return "\n".join(lines)
 
 

@@ -1,17 +1,14 @@
 """What a planner chooses among: the tensors of a block, and what each choice costs."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from jaxcompact.codecs import Codec, Offload, Quantized
+from jaxcompact.codecs import Codec, Offload
 from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.roofline import codec_seconds, operation_seconds
+from jaxcompact.planner.sensitivity import Sensitivity, noise
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.tensors import Tensor
@@ -26,7 +23,8 @@ class Option:
         action: what a policy says for it.
         nbytes: on the device, of one layer.
         seconds: to encode and decode it.
-        noise: mean square of what decoding adds, relative to the tensor's.
+        noise: mean square of what decoding adds to the gradient, relative to its own;
+            where that was not measured, as much as it adds to the tensor.
         away: whether it lies in the host's memory.
     """
 
@@ -69,19 +67,24 @@ class Problem:
 
 
 def problem(
-    traces: Traces, base: ChoosesActions, codecs: Sequence[Codec], card: Device
+    traces: Traces,
+    base: ChoosesActions,
+    codecs: Sequence[Codec],
+    card: Device,
+    found: Sensitivity | None = None,
 ) -> Problem:
     """The choices for a block that is traced under the policy ``base``.
 
     What ``base`` encodes or saves because of what it is (masks, integers, divisors,
-    statistics) stays so; so do its codecs for what attention is sensitive to.
+    statistics) stays so; so do its codecs for what attention is sensitive to, unless
+    what others do was ``found``.
     """
     replay = traces.replay
     needed, items, actions = replay.reads(), [], {}
     for inner in traces.inner():
         actions |= {t.name: a for t, a, _ in inner.replay.chosen.values()}
     for source, (tensor, action, _) in replay.chosen.items():
-        item = _item(source, tensor, action, replay, base, codecs, card)
+        item = _item(source, tensor, action, replay, base, codecs, card, found)
         if item is None:
             actions[tensor.name] = action
         else:
@@ -105,6 +108,7 @@ def _item(
     base: ChoosesActions,
     codecs: Sequence[Codec],
     card: Device,
+    found: Sensitivity | None,
 ) -> Item | None:
     if not isinstance(source, int | Residual) or source in replay.keep:
         return None
@@ -113,24 +117,28 @@ def _item(
         return None
     special = not tensor.floating or tensor.statistic or tensor.divisor
     if special and isinstance(action, Save | Codec):
-        return Item(source, tensor, (_option(action, tensor, card),), again)
+        return Item(source, tensor, (_option(action, tensor, card, found),), again)
     if special:
         return None
     asked = action
     if tensor.cheap or tensor.terms is not None:  # what `base` would do if it stored it
         asked, _ = base.decide(replace(tensor, cheap=False, terms=None))
     actions = [Save()]
-    if tensor.scores is not None or tensor.fused:
+    if found and tensor.name in found.effects:
+        actions += found.effects[tensor.name].errors
+    elif tensor.scores is not None or tensor.fused:
         actions += [asked] if isinstance(asked, Codec) else []
     else:
         actions += [c for c in codecs if c.supports(tensor.dtype)]
     if card.host_bandwidth and Offload().supports(tensor.dtype):
         actions.append(Offload())
-    options = tuple(_option(a, tensor, card) for a in dict.fromkeys(actions))
+    options = tuple(_option(a, tensor, card, found) for a in dict.fromkeys(actions))
     return Item(source, tensor, options, again)
 
 
-def _option(action: Action, tensor: Tensor, card: Device) -> Option:
+def _option(
+    action: Action, tensor: Tensor, card: Device, found: Sensitivity | None
+) -> Option:
     if not isinstance(action, Codec):
         return Option(action, tensor.nbytes, 0.0, 0.0)
     shape, dtype = tensor.shape, tensor.dtype
@@ -138,25 +146,17 @@ def _option(action: Action, tensor: Tensor, card: Device) -> Option:
         action,
         action.nbytes(shape, dtype),
         codec_seconds(action, shape, dtype, card),
-        noise(action) if tensor.floating else 0.0,
+        _noise(action, tensor, found),
         bool(action.host_nbytes(shape, dtype)),
     )
 
 
-@functools.lru_cache(256)
-def noise(codec: Codec) -> float:
-    """Mean square error of normal numbers, relative to theirs.
-
-    >>> import jaxcompact as jc
-    >>> 0.004 < noise(jc.Quantized(4)) < 0.01
-    True
-    """
-    if isinstance(codec, Quantized):
-        codec = replace(codec, axis=-1)
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        x = jax.random.normal(jax.random.key(0), (256, 256), jnp.float32)
-        error = codec.decode(codec.encode(x)) - x
-        return float(jnp.mean(error**2) / jnp.mean(x**2))
+def _noise(codec: Codec, tensor: Tensor, found: Sensitivity | None) -> float:
+    if not tensor.floating:
+        return 0.0
+    if found and tensor.name in found.effects:
+        return found.effects[tensor.name].error(codec)
+    return noise(codec)
 
 
 def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:

@@ -1,7 +1,7 @@
 """The search for a plan: solve, compile for the card, correct, solve again."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,24 +14,16 @@ from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
+from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import Problem, named, problem
+from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
 _COMPILES = 3
 _NEAR = 0.97  # of the budget: no other plan is looked for above that
-
-
-class _Noting:
-    """A policy that notes which blocks are traced under it."""
-
-    def __init__(self, policy: ChoosesActions):
-        self.decide, self.found = policy.decide, []
-
-    def note(self, traces: Any) -> None:
-        self.found.append(traces)
 
 
 def plan(
@@ -51,7 +43,7 @@ def plan(
         args: its arguments; shapes are enough.
         layers: how many of them follow each other.
         params: as in `jaxcompact.checkpoint`.
-        options: ``budget``, ``device``, ``max_error``, ``weights``, ``codecs`` and
+        options: ``budget``, ``device``, ``max_error``, ``sensitivity``, ``codecs`` and
             ``progress`` of `plan_step`.
 
     Raises ValueError for a block of another form, and what `plan_step` does.
@@ -77,7 +69,7 @@ def plan_step(
     budget: int | str | None = None,
     device: str = "h200",
     max_error: float = 0.2,
-    weights: Mapping[str, float] | None = None,
+    sensitivity: Sensitivity | None = None,
     codecs: Sequence[Codec] = CODECS,
     progress: Callable[[str], Any] | None = None,
 ) -> Plan:
@@ -95,12 +87,13 @@ def plan_step(
         layers: how often that block runs.
         budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
         device: a key of `jaxcompact.memory.devices`.
-        max_error: of the gradient, relative: the root of the sum over encoded tensors
-            of ``weight * noise``, each noise relative to its tensor. The default lets
-            four or five tensors have 4 bits; 0 is exact.
-        weights: name -> weight of a tensor's noise; 1 by default.
-        codecs: what tensors may be encoded by. What attention is sensitive to is
-            stored as by `policies.int4`, or exactly.
+        max_error: of the gradient, relative; 0 is exact.
+        sensitivity: what each codec does to the gradient, as `sensitivity` measured it.
+            Without it every tensor is taken to add as much to the gradient, relatively,
+            as its codec adds to normal numbers: the default of ``max_error`` then lets
+            four or five tensors have 4 bits.
+        codecs: what tensors may be encoded by where that was not measured. What
+            attention is sensitive to is then stored as by `policies.int4`, or exactly.
         progress: called with a line for each compile; by default it goes to stderr.
 
     Times are those of a roofline of the card, not measured.
@@ -124,9 +117,9 @@ def plan_step(
     if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    traces = _block_of(make_step)
-    asked = problem(traces, policies.int4(), tuple(codecs), card)
-    rules = {"noise": max_error**2, "weights": weights}
+    traces = block_of(make_step, policies.int4(), "make_step")
+    asked = problem(traces, policies.int4(), tuple(codecs), card, sensitivity)
+    rules = {"noise": max_error**2}
 
     def compiled(solution: Solution) -> Plan:
         found = Plan(
@@ -190,22 +183,6 @@ def _without_host(asked: Problem) -> Problem:
             for item in asked.items
         ),
     )
-
-
-def _block_of(make_step: Callable) -> Any:
-    """The block that a step checkpoints, as it is traced."""
-    policy = _Noting(policies.int4())
-    step, args = make_step(policy)
-    jax.eval_shape(step, *args)
-    blocks = {id(traces.traced): traces for traces in policy.found}
-    if len(blocks) != 1:
-        names = ", ".join(repr(t.traced.label) for t in blocks.values()) or "none"
-        raise ValueError(
-            f"make_step must return a step that checkpoints one block with the policy "
-            f"it is given, got {names}"
-        )
-    (traces,) = blocks.values()
-    return traces
 
 
 def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
