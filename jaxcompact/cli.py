@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxcompact import memory
-from jaxcompact.planner import plan
+from jaxcompact.planner import Front, front, plan, scan_step
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,6 +115,11 @@ def _add_plan(commands: Any) -> None:
         help="of the gradient, as modelled; 0 for an exact one (default: 0.2)",
     )
     command.add_argument("--save", metavar="PLAN.JSON", help="writes it for jc.Plan")
+    command.add_argument(
+        "--plot",
+        metavar="FRONT.PNG",
+        help="draws memory against modelled time, beside jax.checkpoint's policies",
+    )
     command.add_argument("--json", action="store_true", help="one JSON object")
     command.set_defaults(run=_plan)
 
@@ -133,7 +138,18 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     if arguments.save:
         found.save(arguments.save)
+    if arguments.plot:
+        _front(block, args, arguments).plot(arguments.plot)
     print(found.to_json() if arguments.json else found)
+
+
+def _front(block: Callable, args: Sequence[Any], arguments: Any) -> Front:
+    return front(
+        scan_step(block, args, arguments.layers, params=0),
+        layers=arguments.layers,
+        device=arguments.device,
+        max_error=arguments.max_error,
+    )
 
 
 def _imported(name: str) -> Callable:

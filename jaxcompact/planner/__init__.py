@@ -1,7 +1,10 @@
 """The planner: which tensors to keep, encode, move or make again, under a budget."""
 
+from jaxcompact.planner.front import Front as Front
+from jaxcompact.planner.front import front as front
 from jaxcompact.planner.plan import Plan as Plan
 from jaxcompact.planner.search import plan as plan
 from jaxcompact.planner.search import plan_step as plan_step
+from jaxcompact.planner.search import scan_step as scan_step
 from jaxcompact.planner.sensitivity import Sensitivity as Sensitivity
 from jaxcompact.planner.sensitivity import sensitivity as sensitivity

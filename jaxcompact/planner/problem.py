@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxcompact.codecs import Codec, Offload
+from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.roofline import codec_seconds, operation_seconds
@@ -13,6 +13,8 @@ from jaxcompact.policy import Action, ChoosesActions, Recompute, Save
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.tensors import Tensor
 from jaxcompact.traced import Plan as Traces
+
+CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
 
 
 @dataclass(frozen=True)
@@ -163,3 +165,17 @@ def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:
     """The action of each item, by name."""
     pairs = zip(items, chosen, strict=True)
     return {i.tensor.name: o.action if o else Recompute() for i, o in pairs}
+
+
+def without_host(asked: Problem) -> Problem:
+    """The same, with nothing moved to the host."""
+    return replace(
+        asked,
+        items=tuple(
+            replace(
+                item,
+                options=tuple(o for o in item.options if not o.away),
+            )
+            for item in asked.items
+        ),
+    )

@@ -67,7 +67,8 @@ def _flops(op: Op, ins: list[Any], outs: list[Any]) -> float:
         return 2 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     if "attention" in op.kind and len(ins[0].shape) == 4:  # cuDNN's
         (batch, tokens, heads, width), others = ins[0].shape, ins[1].shape[1]
-        return 4 * batch * heads * tokens * others * width
+        products = 5 if "bwd" in op.kind else 2
+        return 2 * products * batch * heads * tokens * others * width
     return 0
 
 

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 
 from jaxcompact import policies
 from jaxcompact.checkpoint import Params, as_tuple, checkpoint
-from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.plan import Plan
-from jaxcompact.planner.problem import Problem, named, problem
+from jaxcompact.planner.problem import CODECS, Problem, named, problem, without_host
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
 
-CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
 _COMPILES = 3
 _NEAR = 0.97  # of the budget: no other plan is looked for above that
 
@@ -58,7 +57,7 @@ def plan(
     >>> found.peak_bytes < 300 * 2**20
     True
     """
-    make_step = _scan_step(block, args, layers, params)
+    make_step = scan_step(block, args, layers, params)
     return plan_step(make_step, layers=layers, **options)
 
 
@@ -142,7 +141,7 @@ def plan_step(
     # before something is compiled, and less with the host's help.
     best = last = None
     tried = 0
-    for within in (_without_host(asked), asked):
+    for within in (without_host(asked), asked):
         smallest = solve(within, **rules, smallest=True)
         if smallest is None or (last and _actions(asked, smallest) == last.actions):
             continue
@@ -172,24 +171,11 @@ def plan_step(
     return best
 
 
-def _without_host(asked: Problem) -> Problem:
-    return replace(
-        asked,
-        items=tuple(
-            replace(
-                item,
-                options=tuple(o for o in item.options if not o.away),
-            )
-            for item in asked.items
-        ),
-    )
-
-
 def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
     return asked.actions | named(asked.items, solution.chosen)
 
 
-def _scan_step(
+def scan_step(
     block: Callable, args: Sequence[Any], layers: int, params: Params
 ) -> Callable[[Any], tuple[Callable, tuple]]:
     """The gradient of a scan over ``layers`` blocks, for one policy."""

@@ -35,7 +35,10 @@ def test_a_table_and_a_file(run, tmp_path):
     plan = jc.Plan.load(tmp_path / "plan.json")
     assert plan.device == "a100" and plan.peak_bytes <= 60 * 2**20
     assert all(name in done.stdout for name in plan.actions)
-    exact = run(*arguments, "--device", "a100", "--max-error", "0", "--json")
+    exact = run(
+        *arguments, "--device", "a100", "--max-error", "0", "--json", "--plot", "f.png"
+    )
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
     assert jc.Plan.from_json(exact.stdout).error == 0
 
 

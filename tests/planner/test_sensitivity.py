@@ -13,8 +13,7 @@ import jaxcompact as jc
 from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import named, problem
-from jaxcompact.planner.search import _without_host
+from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.planner.sensitivity import CODECS, Effect, _gradient
 
 D, FF, LAYERS = 64, 160, 3
@@ -176,7 +175,7 @@ def test_a_plan_counts_with_it(found, exact, limit):
     """What the solver bounds is the gradient's error."""
     base = jc.policies.int4()
     traces = block_of(lambda p: _gradient(make_loss, p), base, "make_loss")
-    asked = _without_host(problem(traces, base, (), devices()["h200"], found))
+    asked = without_host(problem(traces, base, (), devices()["h200"], found))
     items = []
     for item in asked.items:  # what was measured is stored, all else is made again
         stored = item.tensor.name in found.effects

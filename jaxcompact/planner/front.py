@@ -1,0 +1,224 @@
+"""Memory against time: the plans of a block, beside every `jax.checkpoint` policy."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import checkpoint_policies as saves
+
+from jaxcompact import policies
+from jaxcompact.codecs import Codec
+from jaxcompact.graph import graph_of, on_host
+from jaxcompact.memory.cards import Device, find_device
+from jaxcompact.planner.block import block_of
+from jaxcompact.planner.milp import solve
+from jaxcompact.planner.problem import CODECS, problem, without_host
+from jaxcompact.planner.roofline import operation_seconds
+from jaxcompact.planner.sensitivity import Sensitivity
+from jaxcompact.policy import ChoosesActions
+from jaxcompact.traced import Plan as Traces
+
+JAX_POLICIES = {
+    "everything_saveable": saves.everything_saveable,
+    "dots_saveable": saves.dots_saveable,
+    "dots_with_no_batch_dims_saveable": saves.dots_with_no_batch_dims_saveable,
+    "offload_dot_with_no_batch_dims": saves.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    ),
+    "nothing_saveable": saves.nothing_saveable,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """What one layer takes.
+
+    Attributes:
+        name: of the policy.
+        nbytes: stored on the device between the passes.
+        seconds: of both passes, as modelled.
+        error: of the gradient, relative, as modelled.
+    """
+
+    name: str
+    nbytes: int
+    seconds: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Front:
+    """The fastest plans at each size, and what there is beside them.
+
+    Attributes:
+        block: the block's name.
+        device: the card.
+        layers: how many blocks.
+        plans: from the smallest to the fastest.
+        exact: those that encode nothing and use no host.
+        others: `jax.checkpoint`'s policies.
+    """
+
+    block: str
+    device: str
+    layers: int
+    plans: tuple[Point, ...]
+    exact: tuple[Point, ...]
+    others: tuple[Point, ...]
+
+    def __str__(self) -> str:
+        title = f"{self.block}, {self.layers} layers on {find_device(self.device).name}"
+        lines = [title, f"{'':36}{'GiB':>8}{'ms':>9}{'error':>8}"]
+        for point in (*self.others, *self.plans):
+            size = point.nbytes * self.layers / 2**30
+            time = point.seconds * self.layers * 1e3
+            lines.append(f"{point.name:36}{size:8.2f}{time:9.2f}{point.error:8.1%}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> None:
+        """As a picture. Raises ImportError without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ImportError("a plot needs matplotlib, of jaxcompact[bench]") from None
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
+
+        def shown(points):
+            each = [(p.nbytes / 2**30, p.seconds * 1e3) for p in points]
+            return np.transpose(each) * self.layers
+
+        worst = max((p.error for p in self.plans), default=0.0)
+        lines = (
+            (self.plans, f"jc.plan, gradient error up to {worst:.0%}"),
+            (self.exact, "jc.plan, exact, without the host"),
+        )
+        fastest = min(p.seconds for p in (*self.others, *self.plans, *self.exact))
+        top = 1.5 * fastest * self.layers * 1e3
+        for points, label in lines:
+            if points:
+                axes.plot(*shown(points), ".-", label=label)
+        names: dict[tuple[float, float], list[str]] = {}
+        for point, x, y in zip(self.others, *shown(self.others), strict=True):
+            off = f", {y:.0f} ms" if y > top else ""
+            names.setdefault((x, min(y, 0.97 * top)), []).append(point.name + off)
+        axes.plot(*np.transpose([*names]), "ks", label="jax.checkpoint")
+        far = max(x for x, _ in names)
+        for (x, y), each in names.items():
+            right = x > far / 2
+            axes.annotate(
+                "\n".join(each),
+                (x, y),
+                (-6 if right else 6, 4),
+                textcoords="offset points",
+                ha="right" if right else "left",
+                size=7,
+            )
+        axes.set_xlabel(f"stored between the passes, {self.layers} layers, GiB")
+        axes.set_ylabel("modelled time of both passes, ms")
+        axes.set_title(f"{self.block} on {find_device(self.device).name}", size=10)
+        axes.set_xlim(left=-0.02 * far)
+        axes.set_ylim(0.95 * fastest * self.layers * 1e3, top)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=120)
+
+
+def front(
+    make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    *,
+    layers: int = 1,
+    device: str = "h200",
+    max_error: float = 0.2,
+    sensitivity: Sensitivity | None = None,
+    codecs: Sequence[Codec] = CODECS,
+    count: int = 24,
+) -> Front:
+    """The plans of a step's block at ``count`` sizes, by the model alone.
+
+    Nothing is compiled: sizes are what is stored between the passes. Times are those
+    of a roofline, of the block's forward and backward pass.
+
+    Args: as of `jaxcompact.plan_step`.
+
+    Raises ValueError for a step that checkpoints no block or several.
+    """
+    card = find_device(device)
+    traces = block_of(make_step, policies.int4(), "make_step")
+    asked = problem(traces, policies.int4(), tuple(codecs), card, sensitivity)
+    others = [
+        _point(name, traces, card, policy)
+        for name, policy in JAX_POLICIES.items()
+        if card.host_bandwidth or "offload" not in name
+    ]
+    exact = _point("", traces, card).seconds
+
+    def points(asked, name, noise):
+        ends = [solve(asked, noise=noise, smallest=s) for s in (True, False)]
+        if None in ends:
+            return ()
+        sizes = np.linspace(*(end.nbytes for end in ends), count)
+        found = [solve(asked, noise=noise, nbytes=float(size)) for size in sizes]
+        made = {s.nbytes: s for s in (*ends, *filter(None, found))}
+        best, fastest = [], np.inf
+        for nbytes, solution in sorted(made.items()):
+            if solution.seconds < fastest:
+                fastest = solution.seconds
+                seconds, error = exact + solution.seconds, solution.noise**0.5
+                best.append(Point(name, nbytes, seconds, error))
+        return tuple(best)
+
+    return Front(
+        traces.traced.label,
+        device,
+        layers,
+        points(asked, "plan", max_error**2),
+        points(without_host(asked), "exact plan", 0.0),
+        tuple(others),
+    )
+
+
+def _point(
+    name: str, traces: Traces, card: Device, policy: Callable | None = None
+) -> Point:
+    """A block under a policy of `jax.checkpoint`, or under none: from its own trace."""
+    graph, replay = traces.traced.graph, traces.replay
+
+    def block(*inputs):
+        env = graph.run(inputs, lambda op, values, _: op.bind(*values))
+        return [env[v] for v in graph.outputs]
+
+    wrapped = block if policy is None else jax.checkpoint(block, policy=policy)
+
+    def passes(inputs, cts):
+        def moving(*moved):
+            filled = list(inputs)
+            for i, value in zip(replay.wrt, moved, strict=True):
+                filled[i] = value
+            outs = wrapped(*filled)
+            return [outs[i] for i in replay.active]
+
+        _, back = jax.vjp(moving, *(inputs[i] for i in replay.wrt))
+        return back(cts), jax.tree.leaves(back)
+
+    inputs = [graph.avals[v] for v in graph.inputs]
+    cts = [graph.avals[graph.outputs[i]].to_ct_aval() for i in replay.active]
+    traced = graph_of(jax.make_jaxpr(passes)(inputs, cts))
+    given = dict(zip(traced.inputs, graph.inputs, strict=False))
+    fixed = {v for v, own in given.items() if own in replay.tensors.fixed}
+    for op in traced.ops:
+        if fixed.issuperset(op.reads):
+            fixed.update(op.outs)
+    stored = {v for v in traced.outputs[len(replay.wrt) :] if isinstance(v, int)}
+    seconds = sum(operation_seconds(op, card) for op in traced.ops)
+    nbytes = 0
+    for value in stored - fixed:
+        aval = traced.avals[value]
+        size = aval.size * aval.dtype.itemsize
+        if on_host(aval):
+            seconds += 2 * size / card.host_bandwidth
+        else:
+            nbytes += size
+    return Point(name, nbytes, seconds)
