@@ -134,7 +134,7 @@ class Sensitivity:
 
 
 def sensitivity(
-    make_loss: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    make_gradient: Callable[[ChoosesActions], tuple[Callable, tuple]],
     *,
     policy: ChoosesActions = BASE,
     codecs: Sequence[Codec] = CODECS,
@@ -151,11 +151,11 @@ def sensitivity(
     gradients for each tensor instead.
 
     Args:
-        make_loss: ``policy -> (loss, args)``, with arrays; the gradient is that of
-            ``loss(*args)`` by its first argument. The loss uses
-            ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block, which
-            must have second derivatives (cuDNN's attention has none). A few
-            sequences are enough.
+        make_gradient: ``policy -> (gradient, args)``, with arrays;
+            ``gradient(*args)`` is the gradient as a pytree, such as ``jax.grad(loss)``.
+            It uses ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block,
+            which must have second derivatives (cuDNN's attention has none). A few
+            sequences are enough: of more, gradients suffer less.
         policy: says what is stored at all; its codecs are measured too.
         codecs: how it may be stored.
         key: of the signs.
@@ -165,24 +165,38 @@ def sensitivity(
     random numbers stay as they are. Memory: that of exact training, twice to three
     times.
 
-    Raises ValueError for a gradient that is not finite, and for a loss that
-    checkpoints no block or several.
+    Raises ValueError for a gradient that is not finite, and for one that checkpoints no
+    block or several.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> def block(w, x):
     ...     return x + jnp.tanh(x @ w[0]) @ w[1]
     >>> w = jax.random.normal(jax.random.key(0), (2, 64, 64)) / 8
     >>> x = jax.random.normal(jax.random.key(1), (256, 64))
-    >>> def make_loss(policy):
+    >>> def make_gradient(policy):
     ...     wrapped = jc.checkpoint(block, policy=policy, params=0)
-    ...     return lambda w, x: jnp.square(wrapped(w, x)).mean(), (w, x)
-    >>> found = jc.sensitivity(make_loss)
+    ...     return jax.grad(lambda w, x: jnp.square(wrapped(w, x)).mean()), (w, x)
+    >>> found = jc.sensitivity(make_gradient)
     >>> sorted(found.effects)
     ['dot_general.0']
     """
+    measure, args = measuring(
+        make_gradient, policy=policy, codecs=codecs, probes=probes
+    )
+    return measure(jax.random.key(0) if key is None else key, *args)
+
+
+def measuring(
+    make_gradient: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    *,
+    policy: ChoosesActions = BASE,
+    codecs: Sequence[Codec] = CODECS,
+    probes: int = 4,
+) -> tuple[Callable[..., Sensitivity], tuple]:
+    """``measure(key, *args)``, compiled once for many, and the first args."""
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"probes must be a positive int, got {probes!r}")
-    traces = block_of(partial(_gradient, make_loss), policy, "make_loss")
+    traces = block_of(make_gradient, policy, "make_gradient")
     asked = {
         slot.tensor.name: (slot.tensor, _codecs(slot.tensor, slot.action, codecs))
         for slot in traces.replay.slots
@@ -192,10 +206,11 @@ def sensitivity(
     }
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
+    _, args = make_gradient(policy)
 
     def score(probe, signs, *args):
         probing = _Probing(policy, asked, starts, (probe,))
-        gradient, _ = _gradient(make_loss, probing)
+        gradient, _ = make_gradient(probing)
         grads = jax.tree.leaves(gradient(*args))
         keys = jax.random.split(signs, len(grads))
         moved = squared = 0.0
@@ -205,29 +220,26 @@ def sensitivity(
             squared += jnp.sum(g * g)
         return moved, squared
 
-    _, args = make_loss(policy)
-    measure = jax.jit(jax.grad(score, has_aux=True))
-    total = np.zeros(sum(sizes))
-    keys = jax.random.split(jax.random.key(0) if key is None else key, probes)
-    for k in keys:
-        moved, squared = measure(jnp.zeros(sum(sizes), jnp.float32), k, *args)
-        total += np.asarray(moved, np.float64) / float(squared) / probes
-    effects = {}
-    for name, (tensor, each) in asked.items():
-        found = total[starts[name] :][: len(each)].tolist()
-        if not np.isfinite(found).all():
-            raise ValueError(
-                f"sensitivity of {name!r} in {traces.traced.label!r} is {found[0]}: "
-                f"the gradient must be finite"
-            )
-        errors = dict(zip(each, found, strict=True))
-        effects[name] = Effect(tensor.shape, tensor.dtype, errors)
-    return Sensitivity(traces.traced.label, policy, effects)
+    probed = jax.jit(jax.grad(score, has_aux=True))
 
+    def measure(key: jax.Array, *args: Any) -> Sensitivity:
+        total = np.zeros(sum(sizes))
+        for k in jax.random.split(key, probes):
+            moved, squared = probed(jnp.zeros(sum(sizes), jnp.float32), k, *args)
+            total += np.asarray(moved, np.float64) / float(squared) / probes
+        effects = {}
+        for name, (tensor, each) in asked.items():
+            found = total[starts[name] :][: len(each)].tolist()
+            if not np.isfinite(found).all():
+                raise ValueError(
+                    f"sensitivity of {name!r} in {traces.traced.label!r} is "
+                    f"{found[0]}: the gradient must be finite"
+                )
+            errors = dict(zip(each, found, strict=True))
+            effects[name] = Effect(tensor.shape, tensor.dtype, errors)
+        return Sensitivity(traces.traced.label, policy, effects)
 
-def _gradient(make_loss: Callable, policy: ChoosesActions) -> tuple[Callable, tuple]:
-    loss, args = make_loss(policy)
-    return jax.grad(loss), args
+    return measure, args
 
 
 def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec, ...]:

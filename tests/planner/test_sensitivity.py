@@ -14,7 +14,7 @@ from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
-from jaxcompact.planner.sensitivity import CODECS, Effect, _gradient
+from jaxcompact.planner.sensitivity import CODECS, Effect
 
 D, FF, LAYERS = 64, 160, 3
 SHAPES = {
@@ -42,19 +42,19 @@ def block(w, x):
     return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
 
 
-def make_loss(policy, block=block):
+def make_gradient(policy, block=block):
     wrapped = jc.checkpoint(block, policy=policy, params=0)
 
     def loss(params, x):
         x, _ = jax.lax.scan(lambda x, w: (wrapped(w, x), None), x, params)
         return jnp.square(x - TARGET).mean()
 
-    return loss, (PARAMS, X)
+    return jax.grad(loss), (PARAMS, X)
 
 
 def gradient(policy):
-    loss, args = make_loss(policy)
-    return flat(jax.jit(jax.grad(loss))(*args))
+    of, args = make_gradient(policy)
+    return flat(jax.jit(of)(*args))
 
 
 def flat(tree):
@@ -63,7 +63,7 @@ def flat(tree):
 
 @pytest.fixture(scope="module")
 def found():
-    return jc.sensitivity(make_loss)
+    return jc.sensitivity(make_gradient)
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +113,11 @@ def test_against_the_jacobian():
     def small(w, x):
         return jnp.tanh(x @ w[0]) @ w[1]
 
-    def make_loss(policy):
+    def make_gradient(policy):
         wrapped = jc.checkpoint(small, policy=policy, params=0)
         # x is differentiated, as a block's input is: else it is no candidate.
-        return lambda wx: jnp.sum((wrapped(*wx) - target) ** 2), ((w, x),)
+        loss = lambda wx: jnp.sum((wrapped(*wx) - target) ** 2)  # noqa: E731
+        return jax.grad(loss), ((w, x),)
 
     def by_hand(stored):
         dy = 2 * (small(w, x) - target)
@@ -126,7 +127,7 @@ def test_against_the_jacobian():
 
     stored = {"x": x, "dot_general.0": x @ w[0]}
     g, jacobian = by_hand(stored), jax.jacobian(by_hand)(stored)
-    found = jc.sensitivity(make_loss, codecs=[codec], probes=400)
+    found = jc.sensitivity(make_gradient, codecs=[codec], probes=400)
     for name, value in stored.items():
         noise = codec.decode(codec.encode(value)) - value
         expected = jnp.sum((jacobian[name] * noise[None]) ** 2) / jnp.sum(g**2)
@@ -148,7 +149,7 @@ def test_it_is_one_pass_for_all():
 
     def make(policy):
         made.append(policy)
-        return make_loss(policy, counted)
+        return make_gradient(policy, counted)
 
     jc.sensitivity(make, probes=8)
     assert len(made) <= 3 and len(traced) <= 6  # of 7 tensors, 34 codecs, 8 probes
@@ -164,7 +165,7 @@ def test_masks_slopes_and_loops_are_left_alone():
         y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y @ w["k"]), None), y, length=2)
         return x + jax.nn.gelu(y @ w["v"]) @ w["o"]
 
-    found = jc.sensitivity(lambda policy: make_loss(policy, other))
+    found = jc.sensitivity(lambda policy: make_gradient(policy, other))
     # relu keeps a bit, and what the loop is of follows from the mask.
     assert set(found.effects) == {"x", "scan.0", "dot_general.1"}
     assert all(e > 0 for f in found.effects.values() for e in f.errors.values())
@@ -174,7 +175,7 @@ def test_masks_slopes_and_loops_are_left_alone():
 def test_a_plan_counts_with_it(found, exact, limit):
     """What the solver bounds is the gradient's error."""
     base = jc.policies.int4()
-    traces = block_of(lambda p: _gradient(make_loss, p), base, "make_loss")
+    traces = block_of(make_gradient, base, "make_gradient")
     asked = without_host(problem(traces, base, (), devices()["h200"], found))
     items = []
     for item in asked.items:  # what was measured is stored, all else is made again
@@ -283,14 +284,14 @@ def test_a_gradient_that_is_not_finite():
         return block(w, x) / jnp.zeros(())
 
     with pytest.raises(ValueError, match="sensitivity of 'x' in 'bad' is nan: the gra"):
-        jc.sensitivity(lambda policy: make_loss(policy, bad))
+        jc.sensitivity(lambda policy: make_gradient(policy, bad))
 
 
 def test_what_is_refused(found):
     with pytest.raises(ValueError, match="probes must be a positive int, got 0"):
-        jc.sensitivity(make_loss, probes=0)
-    with pytest.raises(ValueError, match="make_loss must return .* got none"):
-        jc.sensitivity(lambda policy: (lambda w: w.sum(), (X,)))
+        jc.sensitivity(make_gradient, probes=0)
+    with pytest.raises(ValueError, match="make_gradient must return .* got none"):
+        jc.sensitivity(lambda policy: (jax.grad(jnp.sum), (X,)))
     with pytest.raises(ValueError, match=r"bits must be 2.50 or more, .*; got 2"):
         found.policy(2)
     with pytest.raises(ValueError, match="bits must be"):
