@@ -32,6 +32,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
+from attention import flash  # noqa: E402
 from configs import MODELS  # noqa: E402
 from data import prepare  # noqa: E402
 from jaxcompact.policy import Compress  # noqa: E402
@@ -82,42 +83,6 @@ TRAINED = (
     "int4 in groups of 32",
     "int4, asymmetric",
 )
-
-
-@jax.custom_vjp
-def flash(q_bthk, k_bthk, v_bthk):
-    """Causal attention that keeps q, k, v, its output and the log-sum-exp."""
-    return _flash_forward(q_bthk, k_bthk, v_bthk)[0]
-
-
-def _scores(q_bthk, k_bthk):
-    length, width = q_bthk.shape[1], q_bthk.shape[3]
-    s_bhqk = jnp.einsum("bqhk,bthk->bhqt", q_bthk, k_bthk) / width**0.5
-    causal = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    return jnp.where(causal, s_bhqk, -jnp.inf)
-
-
-def _flash_forward(q, k, v):
-    s = _scores(q, k)
-    lse_bhq = jax.nn.logsumexp(s, axis=-1)
-    out = jnp.einsum("bhqt,bthk->bqhk", jnp.exp(s - lse_bhq[..., None]), v)
-    return out, (q, k, v, out, lse_bhq)
-
-
-def _flash_backward(residuals, d_out):
-    q, k, v, out, lse_bhq = residuals
-    p = jnp.exp(_scores(q, k) - lse_bhq[..., None])
-    dp = jnp.einsum("bqhk,bthk->bhqt", d_out, v)
-    row = jnp.einsum("bqhk,bqhk->bhq", d_out, out)
-    ds = p * (dp - row[..., None]) / q.shape[3] ** 0.5
-    return (
-        jnp.einsum("bhqt,bthk->bqhk", ds, k),
-        jnp.einsum("bhqt,bqhk->bthk", ds, q),
-        jnp.einsum("bhqt,bqhk->bthk", p, d_out),
-    )
-
-
-flash.defvjp(_flash_forward, _flash_backward)
 
 
 class Trainer:

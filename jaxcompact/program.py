@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
-from jaxcompact.graph import graph_of
+from jaxcompact.graph import graph_of, read
 from jaxcompact.schedule import Schedule
 
 
@@ -37,6 +37,20 @@ class Program:
         count = len(self.consts)
         kept = [c for c, u in zip(self.consts, used[:count], strict=True) if u]
         return Program(jaxpr, kept), used[count:]
+
+    def without(self, kind: str) -> "Program":
+        """The same with no operations of a kind that gives back what it is given."""
+        graph = graph_of(self.jaxpr)
+
+        def run(*inputs):
+            env = graph.run(
+                [*self.consts, *inputs],
+                lambda op, values, _: values if op.kind == kind else op.bind(*values),
+            )
+            return [read(env, v) for v in graph.outputs]
+
+        inputs = graph.inputs[len(self.consts) :]
+        return Program.trace(run, *(graph.avals[v] for v in inputs))
 
     def made_of(self, inputs: set[int]) -> list[bool]:
         """Which outputs depend on no other inputs than these."""

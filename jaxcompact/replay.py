@@ -290,6 +290,9 @@ class Replay:
         self.backward, (inputs, values, derived_used, self.cts_used) = (
             self._cut_backward(stored, derived, made_again)
         )
+        if hasattr(self.policy, "probe"):
+            # Noise in what has no gradient moves those of others.
+            self.backward = self.backward.without("stop_gradient")
         self._assign(
             inputs,
             [s for s, u in zip(stored, values, strict=True) if u],

@@ -116,6 +116,12 @@ class Block(nnx.Module):
         return x_btd + self.mlp(self.mlp_norm(x_btd))
 
 
+def default_attention(dtype: Any) -> str:
+    """cuDNN's on a GPU with a 16-bit dtype, else XLA's."""
+    on_gpu = jax.default_backend() == "gpu"
+    return "cudnn" if on_gpu and jnp.dtype(dtype).itemsize == 2 else "xla"
+
+
 class Llama(nnx.Module):
     """A decoder whose layers are stacked, ``layers/attn/q/kernel`` is (L, n, m).
 
@@ -162,8 +168,7 @@ class Llama(nnx.Module):
                 f"got {attention!r}"
             )
         if attention is None:
-            on_gpu = jax.default_backend() == "gpu"
-            attention = "cudnn" if on_gpu and jnp.dtype(dtype).itemsize == 2 else "xla"
+            attention = default_attention(dtype)
         linear = partial(
             Linear,
             use_bias=False,

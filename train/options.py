@@ -159,11 +159,27 @@ class PlanOptions:
         "card that is planned for (default: the one that is here, or h200)",
         choices=tuple(devices()),
     )
+    max_error: float = option(
+        0.15,
+        "of the gradient, relative, that a plan may make by encoding; 0 is exact. As "
+        "measured at the start, and again after 16, 32, 64, ... updates",
+        float,
+    )
     explain_plan: bool = option(
         False, "print the plan and stop", None, action="store_true"
     )
+    plan_plot: Path | None = option(
+        None,
+        "with --explain-plan, a picture to make: memory against modelled time, beside "
+        "jax.checkpoint's policies",
+        Path,
+    )
 
     def __post_init__(self):
+        if not self.max_error >= 0:
+            raise ValueError(f"--max-error must be 0 or more, got {self.max_error}")
+        if self.plan_plot and not (self.explain_plan and self.memory_budget):
+            raise ValueError("--plan-plot needs --explain-plan and --memory-budget")
         if self.plan and self.memory_budget:
             raise ValueError("--plan and --memory-budget exclude each other")
         if self.explain_plan and not (self.plan or self.memory_budget):

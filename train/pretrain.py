@@ -33,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 import curves
 import jaxcompact as jc
 import options
+import planning
 import summary
 from checkpoint import Checkpoints
 from configs import MODELS
@@ -40,6 +41,7 @@ from data import Dataset
 from data import prepare as prepare_data
 from metrics import Log, NotFinite
 from options import Config
+from planning import Planner
 from training import State, Training, all_finite, warmup_cosine
 
 
@@ -89,6 +91,7 @@ class Job:
     config: Config
     training: Training
     plan: jc.Plan | None  # for the blocks' tensors
+    planner: Planner
     fixed: dict[str, Any]  # config.json: what a resumed run must have in common
     start: int  # 0, or the step of the checkpoint to continue from
     abstract: State  # shapes, dtypes and shardings
@@ -143,7 +146,13 @@ def prepare(config: Config, dataset: Dataset) -> Job:
         step = jax.jit(make_training(policy=policy).step, donate_argnums=0)
         return step, (abstract, tokens_abt)
 
-    plan = find_plan(config, make_step, cfg.layers)
+    planner = Planner(config.plan, make_training, make_step, cfg.layers)
+    plan = first_plan(
+        config,
+        planner,
+        jax.jit(make_training().init),
+        read_batch(config, dataset, 0)[0],
+    )
     fixed = config.fixed() | {
         "plan": None if plan is None else json.loads(plan.to_json())["actions"],
         "dtype": dtype,
@@ -152,13 +161,17 @@ def prepare(config: Config, dataset: Dataset) -> Job:
     }
     explain = config.plan.explain_plan
     start = 0 if explain else find_start(config, fixed, abstract)
+    if start and config.plan.memory_budget:
+        plan = planning.in_force(config.folder, start)
     training = make_training(policy=plan)
-    return Job(config, training, plan, fixed, start, abstract, tokens_abt)
+    return Job(config, training, plan, planner, fixed, start, abstract, tokens_abt)
 
 
-def find_plan(config: Config, make_step: Callable, layers: int) -> jc.Plan | None:
+def first_plan(
+    config: Config, planner: Planner, state: Callable[[], State], tokens_bt: np.ndarray
+) -> jc.Plan | None:
     """The plan that was given, that of the run to continue, or a new one, or none."""
-    asked, saved = config.plan, config.folder / "plan.json"
+    asked, saved = config.plan, planning.file_of(config.folder, 0)
     if asked.plan:
         try:
             return jc.Plan.load(asked.plan)
@@ -168,17 +181,15 @@ def find_plan(config: Config, make_step: Callable, layers: int) -> jc.Plan | Non
         return None
     if config.output.resume and saved.exists():
         return jc.Plan.load(saved)
-    kind = jax.devices()[0].device_kind
-    here = (short for short, card in jc.memory.devices().items() if card.name == kind)
-    device = asked.plan_device or next(here, "h200")
-    print(f"{config.method.name}: planning for {asked.memory_budget} of {device}")
-    return jc.plan_step(
-        make_step,
-        layers=layers,
-        budget=asked.memory_budget,
-        device=device,
-        progress=lambda line: print(f"  {line}", flush=True),
+    print(
+        f"{config.method.name}: planning for {asked.memory_budget} of {planner.device}"
     )
+    found = planner.measure(state().params, tokens_bt)
+    if asked.plan_plot:
+        front = planner.front(found)
+        front.plot(asked.plan_plot)
+        print(front)
+    return planner.plan(found, lambda line: print(f"  {line}", flush=True))
 
 
 def find_start(config: Config, fixed: dict[str, Any], abstract: State) -> int:
@@ -241,7 +252,7 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
     if not start:
         begin_folder(config.folder, job.fixed)
         if job.plan is not None:
-            job.plan.save(config.folder / "plan.json")
+            job.plan.save(planning.file_of(config.folder, 0))
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
     checkpoints.drop_after(start)
     state = checkpoints.load(start, job.abstract) if start else init(job)
@@ -257,6 +268,12 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
     with checkpoints, log:
         for step in range(start + 1, steps + 1):
             batch = read_batch(config, dataset, step - 1)
+            if config.plan.memory_budget and planning.looks_again(step - 1):
+                with log.paused():
+                    job, said = replanned(job, step - 1, state, batch[0])
+                    log.say(f"step {step - 1}: {said}")
+                    if job.training is not training:
+                        training, train_step = job.training, compile_step(job)
             batch = jax.device_put(batch, job.tokens_abt.sharding)
             state, measured = train_step(state, batch)
             log.train(step, measured)
@@ -276,6 +293,18 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop
     return 0
+
+
+def replanned(
+    job: Job, updates: int, state: State, tokens_bt: np.ndarray
+) -> tuple[Job, str]:
+    """The job under the plan that is best now, which it saves if that is another."""
+    plan, said = job.planner.again(job.plan, state.params, tokens_bt)
+    if plan is not job.plan:
+        plan.save(planning.file_of(job.config.folder, updates))
+        training = job.planner.make_training(policy=plan)
+        job = replace(job, plan=plan, training=training)
+    return job, said
 
 
 def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:

@@ -7,4 +7,5 @@ from jaxcompact.planner.search import plan as plan
 from jaxcompact.planner.search import plan_step as plan_step
 from jaxcompact.planner.search import scan_step as scan_step
 from jaxcompact.planner.sensitivity import Sensitivity as Sensitivity
+from jaxcompact.planner.sensitivity import measuring as measuring
 from jaxcompact.planner.sensitivity import sensitivity as sensitivity

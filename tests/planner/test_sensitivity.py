@@ -171,6 +171,24 @@ def test_masks_slopes_and_loops_are_left_alone():
     assert all(e > 0 for f in found.effects.values() for e in f.errors.values())
 
 
+def test_noise_in_what_has_no_gradient(exact):
+    """It moves the gradients of others."""
+
+    def stopped(w, x):
+        y = x @ w["q"]
+        return x + (y @ w["o"]) * jax.lax.stop_gradient(jnp.sin(x @ w["k"]))
+
+    def make(policy):
+        return make_gradient(policy, stopped)
+
+    found = jc.sensitivity(make)
+    of, args = make(jc.policies.int4())
+    g, e = flat(of(*args)), flat(make(jc.Policy())[0](*args))
+    error = jnp.linalg.norm(g - e) / jnp.linalg.norm(e)
+    codecs = {n: next(iter(f.errors)) for n, f in found.effects.items()}
+    assert found.error(codecs) == pytest.approx(float(error), rel=0.1)
+
+
 @pytest.mark.parametrize("limit", [0.0, 0.02, 0.1])
 def test_a_plan_counts_with_it(found, exact, limit):
     """What the solver bounds is the gradient's error."""

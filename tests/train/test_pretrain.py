@@ -18,9 +18,12 @@ import pytest
 
 import configs
 import jaxcompact as jc
+import planning
 import pretrain
 from configs import ModelConfig
 from jaxcompact import Quantized
+from jaxcompact.planner.block import block_of
+from jaxcompact.planner.sensitivity import Effect
 from methods import Method
 from summary import linear_input_bytes
 from training import Training
@@ -428,6 +431,54 @@ def test_a_run_under_a_budget(book, tmp_path, capsys, monkeypatch):
     assert jc.Plan.load(file) == edited
     after = losses_of(out / "compact")
     assert before[4] != after[4] and abs(before[4] / after[4] - 1) < 0.05
+
+
+def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch):
+    """As the error of its plan grows; the resumed run repeats the whole one."""
+    measured, planned, four = [], [], Quantized(4)
+
+    def measure(self, params, tokens):
+        measured.append(tokens.shape)
+        grown = 1.0 if params_seen(params) else 4.0
+        effects = {"x_btd": Effect((1,), jnp.float32, {four: grown})}
+        return jc.Sensitivity("layer", jc.policies.int4(), effects)
+
+    first = []
+
+    def params_seen(params):
+        value = float(sum(jnp.abs(x).sum() for x in jax.tree.leaves(params)))
+        first.append(value)
+        return value == first[0]
+
+    def plan_step(make_step, *, sensitivity, budget, max_error, **options):
+        assert max_error == 0.15 and budget == "1GiB"
+        planned.append(sensitivity)
+        traces = block_of(make_step, jc.policies.int4(), "make_step")
+        actions = {t.name: a for t, a, _ in traces.replay.chosen.values()}
+        error = sensitivity.error({"x_btd": four})
+        actions["x_btd"] = four if error == 1 else Quantized(2)
+        error = sensitivity.error(actions)
+        return jc.Plan("layer", actions, "h200", 2**30, 0.0, 0, error, 0)
+
+    monkeypatch.setattr(planning.Planner, "measure", measure)
+    monkeypatch.setattr(jc, "plan_step", plan_step)
+    monkeypatch.setattr(planning, "FIRST", 2)
+    arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "6"]
+    arguments += ["--memory-budget", "1GiB", "--checkpoint-every", "1", "--keep", "9"]
+    out = tmp_path / "out"
+    assert pretrain.main([*arguments, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "step 2: gradient error of the plan" in said and "a new one has" in said
+    assert "step 4: gradient error of the plan" in said and len(measured) == 3
+    folder = out / "exact"
+    assert sorted(p.name for p in folder.glob("plan*")) == ["plan.2.json", "plan.json"]
+    whole = losses_of(folder)
+
+    for resumed in (3, 2, 1):
+        again = [*arguments, "--out", str(out), "--resume", str(resumed)]
+        assert pretrain.main(again) == 0
+        assert losses_of(folder) == whole
+        assert (folder / "plan.2.json").exists()
 
 
 def test_data_without_text_is_said_before_any_training(tmp_path, capsys):
