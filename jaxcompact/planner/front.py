@@ -18,6 +18,7 @@ from jaxcompact.planner.problem import CODECS, problem, without_host
 from jaxcompact.planner.roofline import operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
+from jaxcompact.program import Program
 from jaxcompact.traced import Plan as Traces
 
 JAX_POLICIES = {
@@ -192,7 +193,9 @@ def _point(
 
     wrapped = block if policy is None else jax.checkpoint(block, policy=policy)
 
-    def passes(inputs, cts):
+    def passes(*arguments):
+        inputs, cts = arguments[: len(graph.inputs)], arguments[len(graph.inputs) :]
+
         def moving(*moved):
             filled = list(inputs)
             for i, value in zip(replay.wrt, moved, strict=True):
@@ -200,18 +203,23 @@ def _point(
             outs = wrapped(*filled)
             return [outs[i] for i in replay.active]
 
-        _, back = jax.vjp(moving, *(inputs[i] for i in replay.wrt))
-        return back(cts), jax.tree.leaves(back)
+        outs, back = jax.vjp(moving, *(inputs[i] for i in replay.wrt))
+        return [*outs, *back(list(cts)), *jax.tree.leaves(back)]
 
     inputs = [graph.avals[v] for v in graph.inputs]
     cts = [graph.avals[graph.outputs[i]].to_ct_aval() for i in replay.active]
-    traced = graph_of(jax.make_jaxpr(passes)(inputs, cts))
-    given = dict(zip(traced.inputs, graph.inputs, strict=False))
-    fixed = {v for v, own in given.items() if own in replay.tensors.fixed}
+    program = Program.trace(passes, *inputs, *cts)
+    program, used = program.cut([True] * len(program.jaxpr.outvars))
+    traced, count = graph_of(program.jaxpr), len(program.consts)
+    fixed = set(traced.inputs[:count])
+    own = (v for v, u in zip(graph.inputs, used, strict=False) if u)
+    pairs = zip(traced.inputs[count:], own, strict=False)
+    fixed |= {v for v, own in pairs if own in replay.tensors.fixed}
     for op in traced.ops:
         if fixed.issuperset(op.reads):
             fixed.update(op.outs)
-    stored = {v for v in traced.outputs[len(replay.wrt) :] if isinstance(v, int)}
+    first = len(replay.active) + len(replay.wrt)
+    stored = {v for v in traced.outputs[first:] if isinstance(v, int)}
     seconds = sum(operation_seconds(op, card) for op in traced.ops)
     nbytes = 0
     for value in stored - fixed:

@@ -1,0 +1,278 @@
+"""The planner's step beside `jax.checkpoint`'s policies, at equal budgets.
+
+    python benchmarks/plans.py all [MODEL ...]
+    python benchmarks/plans.py table [--plot plans.png]
+
+Peaks are those of whole training steps, compiled for an H200; times are modelled, by
+the same roofline for both: of all operations of the traced step, those that are made
+again included, and of a plan's encoding. Budgets run from full recomputation's peak to
+no checkpointing's, or to the card. GPT-2 has dropout, and attention in plain JAX.
+Rows of results/plans.jsonl that are there are not made again: pip install
+".[train,memory]".
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
+RESULTS = ROOT / "benchmarks/results/plans.jsonl"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from step import provenance  # noqa: E402
+
+import jaxcompact as jc  # noqa: E402
+from configs import MODELS as LLAMAS  # noqa: E402
+from jaxcompact.graph import graph_of  # noqa: E402
+from jaxcompact.memory import devices, peak  # noqa: E402
+from jaxcompact.planner.front import JAX_POLICIES  # noqa: E402
+from jaxcompact.planner.roofline import operation_seconds  # noqa: E402
+from methods import Method  # noqa: E402
+from training import Training  # noqa: E402
+
+CARD = devices()["h200"]
+DTYPE = jnp.bfloat16
+VOCABULARY = 50257
+
+
+def llama(name: str, batch: int, seq: int, policy):
+    cfg = LLAMAS[name]
+    training = Training(
+        replace(cfg, max_seq=max(seq, cfg.max_seq)),
+        Method("exact"),
+        optax.constant_schedule(1e-4),
+        dtype=DTYPE,
+        param_dtype=DTYPE,
+        attention="cudnn",
+        policy=policy,
+    )
+    tokens = jax.ShapeDtypeStruct((1, batch, seq + 1), jnp.int32)
+    return jax.jit(training.step, donate_argnums=0), (training.abstract, tokens)
+
+
+def gpt2(batch: int, seq: int, policy):
+    """GPT-2 345M as Adacc trains it: LayerNorm, GELU, dropout of 0.1 everywhere."""
+    layers, width, heads = 24, 1024, 16
+
+    def norm(w, x):
+        x32 = x.astype(jnp.float32)
+        mean = jnp.mean(x32, axis=-1, keepdims=True)
+        centered = x32 - mean
+        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
+        y = centered * jax.lax.rsqrt(variance + 1e-5)
+        return y.astype(x.dtype) * w[0] + w[1]
+
+    def dropout(key, x):
+        keep = jax.random.bernoulli(key, 0.9, x.shape)
+        return jnp.where(keep, x / jnp.asarray(0.9, x.dtype), jnp.zeros((), x.dtype))
+
+    def layer(w, x_btd, key):
+        keys = jax.random.split(key, 3)
+        y = norm(w["norm1"], x_btd) @ w["qkv"]
+        q, k, v = jnp.split(y.reshape(*y.shape[:2], heads, -1), 3, axis=-1)
+        s = jnp.einsum("bqhk,bthk->bhqt", q, k).astype(jnp.float32) / 8
+        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9)
+        p = dropout(keys[0], jax.nn.softmax(s, axis=-1).astype(x_btd.dtype))
+        mixed = jnp.einsum("bhqt,bthk->bqhk", p, v).reshape(x_btd.shape)
+        x_btd += dropout(keys[1], mixed @ w["out"])
+        y = jax.nn.gelu(norm(w["norm2"], x_btd) @ w["up"])
+        return x_btd + dropout(keys[2], y @ w["down"])
+
+    def block(w, x_btd, key):
+        return layer(w, x_btd, key)
+
+    if isinstance(policy, jc.Plan) or hasattr(policy, "decide"):
+        block = jc.checkpoint(layer, policy=policy, params=0, prevent_cse=False)
+    elif policy is not None:
+        saved = None if policy == "nothing" else policy
+        block = jax.checkpoint(layer, policy=saved, prevent_cse=False)
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, DTYPE)
+
+    params = {
+        "embed": of(VOCABULARY, width),
+        "positions": of(seq, width),
+        "layers": {
+            "norm1": of(layers, 2, width),
+            "norm2": of(layers, 2, width),
+            "qkv": of(layers, width, 3 * width),
+            "out": of(layers, width, width),
+            "up": of(layers, width, 4 * width),
+            "down": of(layers, 4 * width, width),
+        },
+        "norm": of(2, width),
+    }
+    tx = optax.adamw(1e-4)
+
+    def loss(params, tokens, key):
+        first, *keys = jax.random.split(key, layers + 1)
+        x = params["embed"][tokens[:, :-1]] + params["positions"]
+        x = dropout(first, x)
+
+        def body(x, w_and_key):
+            return block(w_and_key[0], x, w_and_key[1]), None
+
+        x, _ = jax.lax.scan(body, x, (params["layers"], jnp.stack(keys)))
+        x = norm(params["norm"], x)
+
+        @partial(jax.checkpoint, prevent_cse=False)
+        def of_sequence(total, x_and_target):  # logits never exist whole
+            x, target = x_and_target
+            logits = (x @ params["embed"].T).astype(jnp.float32)
+            return total + optax.softmax_cross_entropy_with_integer_labels(
+                logits, target
+            ).sum(), None
+
+        total, _ = jax.lax.scan(of_sequence, 0.0, (x, tokens[:, 1:]))
+        return total / tokens[:, 1:].size
+
+    def step(params, state, tokens, key):
+        grads = jax.grad(loss)(params, tokens, key)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = (
+        params,
+        jax.eval_shape(tx.init, params),
+        jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32),
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    return jax.jit(step, donate_argnums=(0, 1)), args
+
+
+MODELS: dict[str, tuple[Callable, int]] = {
+    "GPT-2 345M, 16 x 1024": (partial(gpt2, 16, 1024), 24),
+    "LLaMA-350M, 128 x 256": (partial(llama, "350m", 128, 256), 24),
+    "LLaMA-1B, 32 x 1024": (partial(llama, "1b", 32, 1024), LLAMAS["1b"].layers),
+    "LLaMA-7B, 8 x 2048": (partial(llama, "7b", 8, 2048), LLAMAS["7b"].layers),
+}
+POLICIES = {"none": None} | JAX_POLICIES | {"nothing_saveable": "nothing"}
+BETWEEN = (0, 0.15, 0.4, 0.7, 0.99)  # of the way to the peak of saved products
+
+
+def step_seconds(step: Callable, args: tuple) -> float:
+    """Modelled, of all operations of a traced step."""
+    graph = graph_of(jax.make_jaxpr(step)(*args))
+    return sum(operation_seconds(op, CARD) for op in graph.ops)
+
+
+def make(model: str) -> None:
+    make_step, layers = MODELS[model]
+    done = {row["policy"]: row for row in rows() if row["model"] == model}
+    for name, policy in POLICIES.items():
+        if name not in done:
+            step, args = make_step(policy)
+            row = {"model": model, "policy": name, "seconds": step_seconds(step, args)}
+            nbytes = peak(step, *args).peak_bytes
+            done[name] = write(**row, peak_bytes=nbytes)
+    exact = done["none"]["seconds"]
+    low, high = (done[n]["peak_bytes"] for n in ("nothing_saveable", "dots_saveable"))
+    budgets = [int(low + share * (high - low)) for share in BETWEEN]
+    budgets += [high, min(done["none"]["peak_bytes"], CARD.memory)]
+    for budget in budgets:
+        name = f"plan for {budget}"
+        if name not in done:
+            began = time.perf_counter()
+            found = jc.plan_step(make_step, layers=layers, budget=budget)
+            write(
+                model=model,
+                policy=name,
+                budget=budget,
+                seconds=exact + layers * found.seconds,
+                peak_bytes=found.peak_bytes,
+                error=found.error,
+                planned_in=round(time.perf_counter() - began, 1),
+            )
+
+
+def rows() -> list[dict]:
+    if not RESULTS.exists():
+        return []
+    return list(map(json.loads, RESULTS.read_text().splitlines()))
+
+
+def write(**row) -> dict:
+    row |= provenance() | {"device": "h200"}
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(row, flush=True)
+    return row
+
+
+def table() -> str:
+    """Each plan beside the fastest policy of jax.checkpoint in its budget."""
+    head = "model | budget GiB | plan: GiB | ms | error | jax.checkpoint: policy | ms |"
+    lines = [f"| {head} times |", "|---" * 8 + "|"]
+    for model in MODELS:
+        own = [row for row in rows() if row["model"] == model]
+        others = [row for row in own if "budget" not in row]
+        for row in sorted((r for r in own if "budget" in r), key=lambda r: r["budget"]):
+            fits = [o for o in others if o["peak_bytes"] <= row["budget"]]
+            best = min(fits, key=lambda o: o["seconds"])
+            cells = [
+                model,
+                f"{row['budget'] / 2**30:.2f}",
+                f"{row['peak_bytes'] / 2**30:.2f}",
+                f"{row['seconds'] * 1e3:.1f}",
+                f"{row['error']:.0%}",
+                best["policy"],
+                f"{best['seconds'] * 1e3:.1f}",
+                f"{best['seconds'] / row['seconds']:.2f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def plot(path: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    for axes, model in zip(figure.subplots(2, 2).flat, MODELS, strict=True):
+        own = [row for row in rows() if row["model"] == model]
+        plans = sorted(
+            (r["peak_bytes"] / 2**30, r["seconds"] * 1e3) for r in own if "budget" in r
+        )
+        others = {
+            r["policy"]: (r["peak_bytes"] / 2**30, r["seconds"] * 1e3)
+            for r in own
+            if "budget" not in r
+        }
+        axes.plot(*zip(*plans, strict=True), ".-", label="jc.plan")
+        low = min(y for _, y in others.values())
+        for name, (x, y) in others.items():
+            shown = min(y, 1.45 * low)
+            axes.plot(x, shown, "ks")
+            text = name if y == shown else f"{name}, {y:.0f} ms"
+            axes.annotate(text, (x, shown), (4, 4), textcoords="offset points", size=7)
+        axes.set_title(model, size=10)
+        axes.set_xlabel("peak of the step, GiB")
+        axes.set_ylabel("modelled step, ms")
+        axes.set_ylim(0.97 * low, 1.5 * low)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    command, *rest = sys.argv[1:] or ["table"]
+    if command == "all":
+        for model in MODELS:
+            if not rest or any(word in model for word in rest):
+                make(model)
+    else:
+        print(table())
+        if rest[:1] == ["--plot"]:
+            plot(rest[1])
+
+
+if __name__ == "__main__":
+    main()
