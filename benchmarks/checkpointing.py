@@ -1,12 +1,15 @@
 """What encoding the residuals does to the gradient, and to the loss.
 
     python benchmarks/checkpointing.py gradient --data ../shared/data/english_novels
+    python benchmarks/checkpointing.py precision --data ../shared/data/english_novels
     python benchmarks/checkpointing.py train --data ../shared/data/english_novels
     python benchmarks/checkpointing.py table
 
 `gradient` trains the ``tiny`` model exactly, then takes gradients of further batches
 under every policy: their relative error, and its component along the exact gradient
-(bias). `train` trains it from the start under each policy, with the same batches and
+(bias). `precision` does so over seeds for automatic precision, with bits by
+`jaxcompact.sensitivity` of four sequences, beside one codec for all of as many bytes.
+`train` trains it from the start under each policy, with the same batches and
 learning rate, over seeds, with "flash". Both append rows to
 benchmarks/results/checkpointing.jsonl; rows that are there are not made again. `table`
 prints the tables of docs/results.md.
@@ -21,6 +24,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +39,7 @@ import jaxcompact as jc  # noqa: E402
 from attention import flash  # noqa: E402
 from configs import MODELS  # noqa: E402
 from data import prepare  # noqa: E402
-from jaxcompact.policy import Compress  # noqa: E402
+from jaxcompact.policy import Compress, written  # noqa: E402
 from llama import Llama  # noqa: E402
 from loss import next_token_loss  # noqa: E402
 from training import warmup_cosine  # noqa: E402
@@ -153,6 +157,58 @@ def gradient(data) -> None:
             )
 
 
+def precision(data) -> None:
+    done = {(r["seed"], r["attention"]) for r in rows("precision")}
+    for seed in SEEDS:
+        exact = Trainer(None, seed, data)
+        params = exact.train()
+        for attention, implementation in (("xla", "xla"), ("flash", flash)):
+            if (seed, attention) not in done:
+                for row in precisions(exact, params, implementation):
+                    write(kind="precision", seed=seed, attention=attention, **row)
+
+
+def precisions(exact: Trainer, params, attention) -> Iterator[dict]:
+    batches = [exact.batch(STEPS + i) for i in range(BATCHES)]
+    reference = [exact.gradient(params, b) for b in batches]
+
+    def trainer(policy):
+        return Trainer(policy, exact.seed, exact.data, attention)
+
+    def error(policy):
+        gradient = trainer(policy).gradient
+        pairs = zip(batches, reference, strict=True)
+        return statistics.fmean(relative(gradient(params, b), g) for b, g in pairs)
+
+    start = time.perf_counter()
+    found = jc.sensitivity(
+        lambda policy: (trainer(policy).gradient, (params, exact.batch(STEPS)[:4]))
+    )
+    seconds = round(time.perf_counter() - start, 1)
+    for codec in (Q(8), Q(4), Q(3, 32), Q(2, 32)):
+        uniform = dict.fromkeys(found.effects, codec)
+        bits = found.bits(uniform)
+        automatic = found.policy(bits)
+        rules = dict(automatic.rules)
+        yield {
+            "bits": bits,
+            "used": found.bits(rules),
+            "predicted": found.error(rules),
+            "automatic": error(automatic) ** 0.5,
+            "uniform_predicted": found.error(uniform),
+            "uniform": error(jc.Policy(uniform, default=found.base)) ** 0.5,
+            "chosen": {name: written(codec) for name, codec in rules.items()},
+            "seconds": seconds,
+        }
+
+
+def relative(grads, exact) -> float:
+    """Squared, of the whole gradient."""
+    g = jnp.concatenate([x.ravel() for x in jax.tree.leaves(exact)])
+    e = jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads)]) - g
+    return float(e @ e / (g @ g))
+
+
 def blocks(grads) -> jax.Array:
     """The gradient of all blocks as one vector."""
     return jnp.concatenate([x.ravel() for x in jax.tree.leaves(grads["layers"])])
@@ -193,6 +249,15 @@ def table() -> None:
             f"| {row['policy']} | {row['attention']} | {row['error']:.3f} "
             f"| {row['along']:+.3f} |"
         )
+    print("\n| attention | bits | automatic | predicted | one codec | predicted |")
+    print("|---|---|---|---|---|---|")
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows("precision"):
+        groups.setdefault((row["attention"], round(row["bits"], 2)), []).append(row)
+    names = ("automatic", "predicted", "uniform", "uniform_predicted")
+    for (attention, bits), each in groups.items():
+        cells = (", ".join(f"{row[name]:.3f}" for row in each) for name in names)
+        print(f"| {attention} | {bits} | {' | '.join(cells)} |")
     losses = {label: {} for label in TRAINED}
     for row in rows("train"):
         losses[row["policy"]][row["seed"]] = row["loss"]
@@ -213,7 +278,7 @@ def table() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("gradient", "train"):
+    for name in ("gradient", "precision", "train"):
         command = commands.add_parser(name)
         command.add_argument("--data", required=True, help="folder of english_novels")
         command.add_argument("--part", default="1/1", help="i/n: every n-th run only")
@@ -225,6 +290,8 @@ def main() -> None:
     data = prepare(arguments.data, "bytes")
     if arguments.command == "gradient":
         gradient(data)
+    elif arguments.command == "precision":
+        precision(data)
     else:
         train(data, arguments.part)
 

@@ -93,6 +93,14 @@ class Sensitivity:
         )
         return sum(found) ** 0.5
 
+    def bits(self, actions: Mapping[str, Codec]) -> float:
+        """An entry takes with these codecs, scales included, on average."""
+        nbytes = entries = 0
+        for name, effect in self.effects.items():
+            nbytes += actions[name].nbytes(effect.shape, effect.dtype)
+            entries += math.prod(effect.shape)
+        return 8 * nbytes / entries
+
     def policy(self, bits: float) -> Policy:
         """Automatic precision: the least error at an average of ``bits`` an entry.
 

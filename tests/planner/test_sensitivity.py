@@ -224,15 +224,6 @@ def made_up(errors, sizes, codecs=CODECS):
     return jc.Sensitivity("made_up", jc.policies.int4(), effects)
 
 
-def stored(found, rules):
-    sizes = [math.prod(e.shape) for e in found.effects.values()]
-    nbytes = sum(
-        codec.nbytes(found.effects[name].shape, jnp.float32)
-        for name, codec in rules.items()
-    )
-    return 8 * nbytes / sum(sizes)
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_no_other_bits_are_better(seed):
     rng = np.random.default_rng(seed)
@@ -240,17 +231,16 @@ def test_no_other_bits_are_better(seed):
     found = made_up(10 ** rng.uniform(-3, 3, count), rng.integers(1, 9, count) * 256)
     bits = rng.uniform(2.6, 8)
     rules = dict(found.policy(bits).rules)
-    assert stored(found, rules) <= bits
+    assert found.bits(rules) <= bits
     best = min(
         found.error(choice) ** 2
         for codecs in itertools.product(CODECS, repeat=count)
-        if stored(found, choice := dict(zip(found.effects, codecs, strict=True)))
-        <= bits
+        if found.bits(choice := dict(zip(found.effects, codecs, strict=True))) <= bits
     )
     assert found.error(rules) ** 2 <= 1.05 * best
     # Nothing that is left would give any tensor its next codec.
     sizes = sorted(c.nbytes((256,), jnp.float32) for c in CODECS)
-    room = (bits - stored(found, rules)) * sum(
+    room = (bits - found.bits(rules)) * sum(
         math.prod(e.shape) for e in found.effects.values()
     )
     for name, codec in rules.items():
@@ -260,11 +250,18 @@ def test_no_other_bits_are_better(seed):
         assert not more or 8 * step > room
 
 
+def test_bits_count_scales():
+    found = made_up([1, 1], [256, 768])
+    assert found.bits({"t0": jc.Quantized(8), "t1": jc.Quantized(4)}) == (
+        0.25 * (8 + 16 / 64) + 0.75 * (4 + 16 / 64)
+    )
+
+
 def test_what_there_is_is_used():
     """GACT's own allocation uses 2.75 of 4 bits here."""
     found = made_up([1e10, 1, 1, 1, 1, 1, 1, 1], [4096] * 8)
     rules = dict(found.policy(4.25).rules)
-    assert 0.95 * 4.25 <= stored(found, rules) <= 4.25
+    assert 0.95 * 4.25 <= found.bits(rules) <= 4.25
     assert rules["t0"].bits == 8
 
 
@@ -286,7 +283,7 @@ def test_automatic_beats_uniform(found, exact):
     """At the bytes of uniform codecs, on the gradient itself."""
     for codec in CODECS[1::2]:
         uniform = dict.fromkeys(found.effects, codec)
-        policy = found.policy(stored(found, uniform))
+        policy = found.policy(found.bits(uniform))
         errors = [
             jnp.linalg.norm(gradient(p) - exact)
             for p in (policy, jc.Policy(uniform, default=found.base))
