@@ -24,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,9 +39,11 @@ import jaxcompact as jc  # noqa: E402
 from attention import flash  # noqa: E402
 from configs import MODELS  # noqa: E402
 from data import prepare  # noqa: E402
+from jaxcompact.planner import measuring  # noqa: E402
 from jaxcompact.policy import Compress, written  # noqa: E402
 from llama import Llama  # noqa: E402
 from loss import next_token_loss  # noqa: E402
+from planning import looks_again  # noqa: E402
 from training import warmup_cosine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "checkpointing.jsonl"
@@ -89,8 +91,27 @@ TRAINED = (
 )
 
 
+# Bits by `jaxcompact.sensitivity`, looked at again as `train/planning.py` does.
+ADAPTIVE = {
+    "bits by sensitivity, as many as uniform int4": lambda found: found.policy(
+        found.bits(dict.fromkeys(found.effects, Q(4)))
+    ),
+    "fewest bits by sensitivity within 15 %": lambda found: fewest(found, 0.15),
+}
+
+
+def fewest(found: jc.Sensitivity, error: float) -> jc.Policy:
+    """Automatic precision with the fewest bits that keep an error."""
+    for tenths in range(25, 90):
+        policy = found.policy(tenths / 10)
+        if found.error(dict(policy.rules)) <= error:
+            return policy
+    raise ValueError(f"no bits keep an error of {error}")
+
+
 class Trainer:
     def __init__(self, policy, seed: int, data, attention="xla"):
+        self.policy = policy
         config = dataclasses.replace(MODELS["tiny"], vocab_size=data.vocab_size)
         model = Llama(
             config,
@@ -218,14 +239,41 @@ def train(data, part: str) -> None:
     index, parts = map(int, part.split("/"))
     jobs = [(label, seed) for seed in SEEDS for label in TRAINED]
     jobs += [(label, seed) for seed in MORE for label in TRAINED[:3]]
+    jobs += [(label, seed) for seed in SEEDS for label in ADAPTIVE]
     for label, seed in jobs[index - 1 :: parts]:
         if (label, seed) in {(r["policy"], r["seed"]) for r in rows("train")}:
             continue
         start = time.perf_counter()
-        trainer = Trainer(POLICIES.get(label), seed, data, flash)
-        loss = trainer.held_out(trainer.train())
+        if label in ADAPTIVE:
+            loss = adapted(ADAPTIVE[label], seed, data)
+        else:
+            trainer = Trainer(POLICIES.get(label), seed, data, flash)
+            loss = trainer.held_out(trainer.train())
         seconds = round(time.perf_counter() - start)
         write(kind="train", policy=label, seed=seed, loss=loss, seconds=seconds)
+
+
+def adapted(policy_of: Callable, seed: int, data) -> float:
+    """The loss of a run whose policy is chosen again after 16, 32, 64, ... updates."""
+    trainer = Trainer(jc.policies.int4(), seed, data, flash)
+    params, state = trainer.params, trainer.tx.init(trainer.params)
+
+    def make_gradient(policy):
+        return Trainer(policy, seed, data, flash).gradient, (params, few(0))
+
+    def few(step):
+        return trainer.batch(step)[:4]
+
+    measure, _ = measuring(make_gradient, probes=2)
+    for step in range(STEPS):
+        if step == 0 or looks_again(step):
+            policy = policy_of(measure(jax.random.key(0), params, few(step)))
+            if policy != trainer.policy:
+                trainer = Trainer(policy, seed, data, flash)
+                bits = [written(codec) for codec in dict(policy.rules).values()]
+                print(step, ", ".join(bits), flush=True)
+        params, state, _ = trainer.step(params, state, trainer.batch(step))
+    return trainer.held_out(params)
 
 
 def rows(kind: str) -> list[dict]:
@@ -258,7 +306,7 @@ def table() -> None:
     for (attention, bits), each in groups.items():
         cells = (", ".join(f"{row[name]:.3f}" for row in each) for name in names)
         print(f"| {attention} | {bits} | {' | '.join(cells)} |")
-    losses = {label: {} for label in TRAINED}
+    losses = {label: {} for label in (*TRAINED, *ADAPTIVE)}
     for row in rows("train"):
         losses[row["policy"]][row["seed"]] = row["loss"]
     exact = losses["exact"]
