@@ -221,12 +221,6 @@ def _point(
     first = len(replay.active) + len(replay.wrt)
     stored = {v for v in traced.outputs[first:] if isinstance(v, int)}
     seconds = sum(operation_seconds(op, card) for op in traced.ops)
-    nbytes = 0
-    for value in stored - fixed:
-        aval = traced.avals[value]
-        size = aval.size * aval.dtype.itemsize
-        if on_host(aval):
-            seconds += 2 * size / card.host_bandwidth
-        else:
-            nbytes += size
+    avals = (traced.avals[v] for v in stored - fixed)
+    nbytes = sum(a.size * a.dtype.itemsize for a in avals if not on_host(a))
     return Point(name, nbytes, seconds)

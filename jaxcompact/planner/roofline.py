@@ -1,6 +1,7 @@
 """How long operations take on a card, from their sizes.
 
-Seconds of an operation are those of its arithmetic or of its bytes, whichever are more.
+Seconds of an operation are those of its arithmetic or of its bytes, whichever are more;
+copies to the host's memory and back are not hidden behind anything.
 Elementwise operations take none: they are fused with what reads them. The rates are a
 card's data sheet's; two thirds of the arithmetic are what large products reach.
 """
@@ -11,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Op, graph_of, inner_jaxprs
+from jaxcompact.graph import Op, graph_of, inner_jaxprs, on_host
 from jaxcompact.kinds import REDUCTIONS, expensive
 from jaxcompact.memory.cards import Device
 
@@ -29,6 +30,10 @@ def operation_seconds(op: Op, card: Device) -> float:
     moved = sum(map(_nbytes, ins + outs)) / card.memory_bandwidth
     if op.kind in REDUCTIONS:
         return moved
+    if op.kind == "device_put":
+        pairs = zip(ins, outs, strict=True)
+        across = sum(_nbytes(a) for a, b in pairs if on_host(a) != on_host(b))
+        return across / card.host_bandwidth if across else moved
     if not expensive(op):
         return 0.0
     if inner := list(map(graph_of, inner_jaxprs(op))):
@@ -45,8 +50,7 @@ def operation_seconds(op: Op, card: Device) -> float:
 def codec_seconds(codec: Codec, shape: tuple[int, ...], dtype: Any, card: Device):
     """Of encoding and decoding one tensor once: what is read and written.
 
-    Encoding reads it twice, for the scales and for the codes. What is copied to the
-    host's memory and back is not hidden behind anything.
+    Encoding reads it twice, for the scales and for the codes.
     """
     nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     stored = codec.nbytes(shape, dtype)
