@@ -42,7 +42,8 @@ def operation_seconds(op: Op, card: Device) -> float:
             return op.eqn.params["length"] * sum(each)
         return max(each) if op.kind == "cond" else sum(each)
     rate = card.flops * REACHED
-    if any(a.dtype.itemsize > 2 for a in ins if jnp.issubdtype(a.dtype, jnp.floating)):
+    floats = (a.dtype for a in ins[:2] if jnp.issubdtype(a.dtype, jnp.floating))
+    if any(dtype.itemsize > 2 for dtype in floats):
         rate /= 2  # TF32
     return max(moved, _flops(op, ins, outs) / rate)
 

@@ -69,3 +69,28 @@ def test_codecs():
     assert found == (3 * 2 * 1024**2 + 2 * stored) / BYTES
     away = codec_seconds(jc.Offload(), shape, dtype, CARD)
     assert away == 2 * 2 * 1024**2 / CARD.host_bandwidth
+
+
+def test_fused_attention():
+    """Two products of all pairs of tokens in one pass, five in the other."""
+
+    def attention(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+
+    shape = (16, 1024, 8, 64)
+    product = 2 * 16 * 8 * 1024 * 1024 * 64 / RATE
+    once = seconds(attention, shape, shape, shape)
+    assert once == pytest.approx(2 * product)
+    both = seconds(
+        lambda *qkv: jax.vjp(attention, *qkv)[1](qkv[0]), shape, shape, shape
+    )
+    assert both == pytest.approx(7 * product, rel=1e-2)
+
+
+def test_copies_to_the_host():
+    def there_and_back(x):
+        there = jax.device_put(jnp.sin(x), jax.memory.Space.Host)
+        return jax.device_put(there, jax.memory.Space.Device)
+
+    found = seconds(there_and_back, (1024, 1024))
+    assert found == 2 * 2 * 1024**2 / CARD.host_bandwidth
