@@ -297,7 +297,7 @@ def table() -> None:
             f"| {row['policy']} | {row['attention']} | {row['error']:.3f} "
             f"| {row['along']:+.3f} |"
         )
-    print("\n| attention | bits | automatic | predicted | one codec | predicted |")
+    print("\n| attention | bits | by sensitivity | predicted | one codec | predicted |")
     print("|---|---|---|---|---|---|")
     groups: dict[tuple, list[dict]] = {}
     for row in rows("precision"):
@@ -313,6 +313,8 @@ def table() -> None:
     print("\n| training | validation loss | against exact, same seeds | of seeds |")
     print("|---|---|---|---|")
     for label, each in losses.items():
+        if not each:
+            continue
         mean = statistics.fmean(each.values())
         gaps = [100 * (loss / exact[seed] - 1) for seed, loss in each.items()]
         spread = statistics.stdev(gaps) / len(gaps) ** 0.5

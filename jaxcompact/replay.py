@@ -95,7 +95,8 @@ class Replay:
     ):
         self.graph, self.policy, self.bind = graph, policy, bind
         self.keep, self.prefix = keep, prefix
-        self.tensors = Tensors(graph, names, known)
+        statistics = getattr(policy, "statistics", False)
+        self.tensors = Tensors(graph, names, known, statistics)
         self.moving = _moving(graph, perturbed)
         self.wrt = [i for i, v in enumerate(graph.inputs) if v in self.moving]
         self.active = [i for i, v in enumerate(graph.outputs) if self._moves(v)]

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 
 from jaxcompact.divisors import find_divisors
 from jaxcompact.graph import Graph, Op, inner_jaxprs
-from jaxcompact.kinds import ELEMENTWISE, LINEAR_ALGEBRA, NONLINEAR, expensive, renames
+from jaxcompact.kinds import (
+    ELEMENTWISE,
+    LINEAR_ALGEBRA,
+    NONLINEAR,
+    REDUCTIONS,
+    expensive,
+    renames,
+)
 from jaxcompact.scores import find_attention, is_product
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
@@ -50,7 +57,8 @@ class Tensor:
             belongs to a matrix factorization or solve.
         terms: for the product of two activations, the number of terms summed up.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
-        statistic: a residual much smaller than what the op reads (a log-sum-exp).
+        statistic: a residual much smaller than what the op reads (a log-sum-exp); for
+            policies with ``statistics``, sums and maxima too (of norms, of softmax).
     """
 
     name: str
@@ -101,6 +109,7 @@ class Tensors:
         graph: the function.
         inputs: name of each input that is no parameter.
         known: whether it is known which inputs are parameters.
+        statistics: whether sums and maxima over many entries are candidates.
 
     Attributes:
         found: value -> `Tensor`.
@@ -109,8 +118,14 @@ class Tensors:
         data: values that depend on a floating point input other than parameters.
     """
 
-    def __init__(self, graph: Graph, inputs: Mapping[int, str], known: bool):
-        self.graph, self.known = graph, known
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Mapping[int, str],
+        known: bool,
+        statistics: bool = False,
+    ):
+        self.graph, self.known, self.statistics = graph, known, statistics
         self.found: dict[int, Tensor] = {}
         self.functions: dict[int, Function] = {}
         self.readers: dict[int, list[Op]] = defaultdict(list)
@@ -134,7 +149,7 @@ class Tensors:
         stored = {
             value
             for value, tensor in self.found.items()
-            if tensor.kind != "function" and tensor.floating
+            if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
         attention = find_attention(graph, self.fixed, stored, known)
         divisors = find_divisors(graph, self.fixed)
@@ -180,6 +195,26 @@ class Tensors:
                     where=op.where,
                     discrete=discrete,
                 )
+            elif self.statistics and self._is_statistic(op, value):
+                self._add(
+                    value,
+                    name=name,
+                    kind="op",
+                    where=op.where,
+                    cheap=True,
+                    statistic=True,
+                )
+
+    def _is_statistic(self, op: Op, value: int) -> bool:
+        avals = self.graph.avals
+        largest = max((avals[v].size for v in op.reads), default=0)
+        small = 16 * avals[value].size <= largest
+        return (
+            op.kind in REDUCTIONS
+            and small
+            and value in self.data
+            and _floating(avals[value])
+        )
 
     def _decides(self, op: Op, value: int) -> bool:
         """Whether it makes a mask that something else reads, or rounds to integers."""

@@ -52,7 +52,9 @@ def test_links_lead_somewhere(link):
     assert (ROOT / link).exists()
 
 
-@pytest.mark.parametrize("script", ["pretraining", "checkpointing", "memory", "models"])
+@pytest.mark.parametrize(
+    "script", ["pretraining", "checkpointing", "memory", "models", "plans"]
+)
 def test_results_hold_the_tables_that_the_benchmarks_print(script):
     command = [sys.executable, f"benchmarks/{script}.py", "table"]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)

@@ -11,6 +11,8 @@ from jaxcompact.traced import Plan as Traces
 class _Noting:
     """A policy that notes which blocks are traced under it."""
 
+    statistics = True
+
     def __init__(self, policy: ChoosesActions):
         self.decide, self.found = policy.decide, []
 

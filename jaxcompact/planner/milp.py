@@ -7,6 +7,7 @@ Of a block with items i, their options o and operations p::
     again_p    >= remade_i                of what p makes
     needed_v   >= again_p                 of what p reads
     needed_v    = 1                       of what the backward pass reads
+    stored_s    <= 1 - rounded_i          of a statistic and what it is made of
     sum_io bytes_io stored_io            <= bytes
     sum_io noise_io stored_io            <= noise
 
@@ -73,6 +74,13 @@ def solve(
             size[x], time[x] = option.nbytes, option.seconds
             error[x] = option.noise
         program.row(row, 0, 0)
+
+    for statistic, items in problem.exact.items():
+        for item in problem.items:
+            rounded = (k for k, o in enumerate(item.options) if o.noise)
+            if item.source in items:
+                row = {stored[item.source, k]: 1.0 for k in rounded}
+                program.row({stored[statistic, 0]: 1.0, **row}, 0, 1)
 
     ran = {op: program.variable() for op in problem.runs}
     for source, again in remade.items():

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxcompact import codecs
 from jaxcompact.codecs import Chain, Codec
@@ -33,6 +33,8 @@ class Plan:
         error: modelled relative error of the gradient.
         peak_bytes: of the step, compiled for the card.
     """
+
+    statistics: ClassVar[bool] = True  # which policies of another kind do not see
 
     block: str
     actions: Mapping[str, Action] = field(hash=False)

@@ -57,6 +57,8 @@ class Problem:
         runs: operation -> seconds to run it again.
         makers: value -> the operation that makes it; inputs have none.
         free: values that are there in any case: parameters and what is made of them.
+        exact: statistic -> items that are not to be rounded where it is stored: what it
+            is made of. A softmax of other scores than it was normalized for is none.
         actions: what is done with all other tensors, by name.
     """
 
@@ -65,6 +67,7 @@ class Problem:
     runs: dict[Op, float]
     makers: dict[int, Op]
     free: frozenset[int]
+    exact: dict[Source, frozenset[Source]]
     actions: dict[str, Action]
 
 
@@ -92,12 +95,18 @@ def problem(
         else:
             items.append(item)
     graph = replay.graph
+    sources = {item.source for item in items}
+    above: dict[Source, frozenset[Source]] = {}  # the items that a value is made of
+    for op in graph.ops:
+        made_of = (above.get(v, frozenset()) | ({v} & sources) for v in op.reads)
+        above.update(dict.fromkeys(op.outs, frozenset().union(*made_of)))
     return Problem(
         tuple(items),
         frozenset(needed),
         {op: operation_seconds(op, card) for op in graph.ops},
         {v: op for op in graph.ops for v in op.outs},
         frozenset(replay.tensors.fixed),
+        {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         actions,
     )
 
@@ -117,6 +126,8 @@ def _item(
     again = tensor.kind != "input"
     if tensor.frozen or tensor.kind in ("mask", "choice", "function"):
         return None
+    if _kept_sum(tensor):
+        return Item(source, tensor, (_option(Save(), tensor, card, found),), again)
     special = not tensor.floating or tensor.statistic or tensor.divisor
     if special and isinstance(action, Save | Codec):
         return Item(source, tensor, (_option(action, tensor, card, found),), again)
@@ -136,6 +147,10 @@ def _item(
         actions.append(Offload())
     options = tuple(_option(a, tensor, card, found) for a in dict.fromkeys(actions))
     return Item(source, tensor, options, again)
+
+
+def _kept_sum(tensor: Tensor) -> bool:
+    return tensor.statistic and tensor.kind == "op"
 
 
 def _option(

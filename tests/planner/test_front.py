@@ -54,9 +54,7 @@ def test_jax_policies_by_hand(found):
     assert others["everything_saveable"].nbytes >= x + hidden
     away = others["offload_dot_with_no_batch_dims"]
     assert away.nbytes == x
-    assert away.seconds == pytest.approx(
-        6 * PRODUCT + 2 * hidden / CARD.host_bandwidth
-    )
+    assert away.seconds == pytest.approx(6 * PRODUCT + 2 * hidden / CARD.host_bandwidth)
 
 
 def test_no_policy_of_jax_is_before_the_front(found):

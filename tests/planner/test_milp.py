@@ -1,5 +1,6 @@
 """The planner's choice against all choices there are, and against the program."""
 
+import dataclasses
 import itertools
 import time
 
@@ -10,8 +11,9 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.memory import devices
+from jaxcompact.planner.block import _Noting
 from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import named, problem
+from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.replay import Residual
 
 BASE, CARD = jc.policies.int4(), devices()["h200"]
@@ -61,7 +63,7 @@ CODECS = jc.Quantized(8), jc.Quantized(4)
 
 
 def asked(fun, codecs=CODECS):
-    trace = TRACERS[jc.checkpoint(fun, policy=BASE, params=0)]
+    trace = TRACERS[jc.checkpoint(fun, policy=_Noting(BASE), params=0)]
     traced, _ = trace(ARGS, {})
     return problem(traced.plan((True, True)), BASE, codecs, CARD)
 
@@ -163,6 +165,56 @@ def test_what_the_backward_pass_reads():
     assert {kinds.get(v, named.get(v, "w")) for v in found.needed} == {
         *("w", "x", "dot_general.0", "sin.0", "dot_general.1", "cos.0", "mul.0")
     }
+
+
+def normed(w, x):
+    """A softmax and a norm: their sums are small beside what they are of."""
+    y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    p = jax.nn.softmax(jnp.sin(y @ w[0]).astype(jnp.float32), axis=-1)
+    return x + p.astype(x.dtype) @ w[1]
+
+
+def reductions(policy):
+    """In the whole gradient's program."""
+    wrapped = jc.checkpoint(normed, policy=policy, params=0)
+    grad = jax.grad(lambda w, x: wrapped(w, x).sum().astype("float32"), (0, 1))
+    text = str(jax.make_jaxpr(grad)(*ARGS))
+    return text.count("reduce_max[") + text.count("reduce_sum[")
+
+
+def test_sums_are_kept_where_they_are_exact():
+    found = asked(normed)
+    kept = solve(found, noise=0.0)
+    assert kept.seconds == 0
+    actions = found.actions | named(found.items, kept.chosen)
+    statistics = {n: a for n, a in actions.items() if n.startswith("reduce_")}
+    assert list(statistics.values()) == [jc.Save()] * 3
+    plan = jc.Plan("normed", actions, "h200", 1, 0.0, 0, 0.0, 0)
+    other = jc.Policy({n: a for n, a in actions.items() if n not in statistics})
+    assert reductions(other) - reductions(plan) == 3
+    keys = jax.random.split(jax.random.key(0), 2)
+    w, x = jax.random.normal(keys[0], (3, 16, 16)), jax.random.normal(keys[1], (8, 16))
+    grads = [
+        jax.grad(lambda w, f=f: f(w, x).sum())(w)
+        for f in (normed, jc.checkpoint(normed, policy=plan, params=0))
+    ]
+    assert jnp.allclose(*grads, rtol=1e-5, atol=1e-6)
+
+    # With a rounded product the softmax is normalized anew; with a rounded x, all is.
+    for name, again in (("dot_general.0", 2), ("x", 3)):
+        items = [
+            dataclasses.replace(
+                item,
+                options=item.options[1:] if item.tensor.name == name else item.options,
+                again=item.again and item.tensor.name != name,
+            )
+            for item in without_host(found).items
+        ]
+        solution = solve(dataclasses.replace(found, items=tuple(items)))
+        chosen = named(items, solution.chosen)
+        sums = [a for n, a in chosen.items() if n.startswith("reduce_")]
+        assert isinstance(chosen[name], jc.Quantized)
+        assert sums.count(jc.Recompute()) == again
 
 
 def test_attention_keeps_its_bits():
