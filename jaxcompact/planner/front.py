@@ -1,5 +1,6 @@
 """Memory against time: the plans of a block, beside every `jax.checkpoint` policy."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,10 +82,10 @@ class Front:
     def plot(self, path: str | Path) -> None:
         """As a picture. Raises ImportError without matplotlib."""
         try:
-            from matplotlib.figure import Figure
+            figures = importlib.import_module("matplotlib.figure")
         except ImportError:
             raise ImportError("a plot needs matplotlib, of jaxcompact[bench]") from None
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        figure = figures.Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.subplots()
 
         def shown(points):
