@@ -97,6 +97,7 @@ ADAPTIVE = {
         found.bits(dict.fromkeys(found.effects, Q(4)))
     ),
     "fewest bits by sensitivity within 15 %": lambda found: fewest(found, 0.15),
+    "fewest bits by sensitivity within 8 %": lambda found: fewest(found, 0.08),
 }
 
 

@@ -157,7 +157,8 @@ MODELS: dict[str, tuple[Callable, int]] = {
     "LLaMA-7B, 8 x 2048": (partial(llama, "7b", 8, 2048), LLAMAS["7b"].layers),
 }
 POLICIES = {"none": None} | JAX_POLICIES | {"nothing_saveable": "nothing"}
-BETWEEN = (0, 0.15, 0.4, 0.7, 0.99)  # of the way to the peak of saved products
+BETWEEN = (0, 0.15, 0.4, 0.7)  # of the way to the peak of saved products
+BELOW = 0.995  # of the peak of each other policy
 
 
 def step_seconds(step: Callable, args: tuple) -> float:
@@ -177,9 +178,11 @@ def make(model: str) -> None:
             done[name] = write(**row, peak_bytes=nbytes)
     exact = done["none"]["seconds"]
     low, high = (done[n]["peak_bytes"] for n in ("nothing_saveable", "dots_saveable"))
-    budgets = [int(low + share * (high - low)) for share in BETWEEN]
-    budgets += [high, min(done["none"]["peak_bytes"], CARD.memory)]
-    for budget in budgets:
+    budgets = {int(low + share * (high - low)) for share in BETWEEN}
+    peaks = {done[name]["peak_bytes"] for name in POLICIES}
+    budgets |= {int(BELOW * nbytes) for nbytes in peaks if nbytes > low}
+    budgets |= {min(done["none"]["peak_bytes"], CARD.memory)}
+    for budget in sorted(b for b in budgets if b <= CARD.memory):
         name = f"plan for {budget}"
         if name not in done:
             began = time.perf_counter()
