@@ -69,7 +69,9 @@ def solve(
         remade[item.source] = again = program.variable(most=item.again)
         row = {need(item.source): -1.0, again: 1.0}
         for k, option in enumerate(item.options):
-            x = stored[item.source, k] = program.variable(binary=True)
+            # 0 is exact, not a tolerance.
+            allowed = noise > 0 or not option.noise
+            x = stored[item.source, k] = program.variable(most=allowed, binary=True)
             row[x] = 1.0
             size[x], time[x] = option.nbytes, option.seconds
             error[x] = option.noise

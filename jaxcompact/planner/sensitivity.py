@@ -50,8 +50,9 @@ class Effect:
         """As measured, or in proportion to what the codec does to normal numbers."""
         if codec in self.errors:
             return self.errors[codec]
-        other, error = next(iter(self.errors.items()))
-        return error * noise(codec) / noise(other)
+        worst = max(self.errors, key=self.errors.__getitem__)
+        scale = noise(worst)  # 0 if all of them are exact
+        return self.errors[worst] * noise(codec) / scale if scale else 0.0
 
 
 @functools.lru_cache(256)

@@ -157,6 +157,26 @@ def test_noise_has_a_limit_of_its_own():
         assert less.seconds > lossy.seconds
 
 
+def test_no_noise_is_none_at_all():
+    """However little it is: nothing is made again here, and a quarter has to go."""
+
+    def quiet(option, n):
+        return dataclasses.replace(option, noise=option.noise * (1e-9 if n else 1.0))
+
+    items = tuple(
+        dataclasses.replace(
+            item,
+            again=n == 3,  # which the backward pass does not read
+            options=tuple(quiet(option, n) for option in item.options),
+        )
+        for n, item in enumerate(without_host(asked(mlp)).items)
+    )
+    found = dataclasses.replace(asked(mlp), items=items)
+    limit = solve(found).nbytes * 3 // 4
+    assert 0 < solve(found, nbytes=limit).noise < 1e-9
+    assert solve(found, nbytes=limit, noise=0.0) is None
+
+
 def test_what_the_backward_pass_reads():
     """By hand: w, x, both products within functions, what these make, and a * b."""
     found = asked(mlp)

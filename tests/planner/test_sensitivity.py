@@ -257,6 +257,15 @@ def test_bits_count_scales():
     )
 
 
+def test_what_was_not_measured_counts_in_proportion():
+    (effect,) = made_up([1.0], [256], codecs=[jc.Quantized(4)]).effects.values()
+    ratio = effect.error(jc.Quantized(8)) / effect.error(jc.Quantized(4))
+    assert ratio == pytest.approx(15**2 / 255**2, rel=0.3)  # of the steps
+    assert effect.error(jc.Offload()) == 0
+    only = dataclasses.replace(effect, errors={jc.Offload(): 0.0})
+    assert only.error(jc.Quantized(4)) == 0
+
+
 def test_what_there_is_is_used():
     """GACT's own allocation uses 2.75 of 4 bits here."""
     found = made_up([1e10, 1, 1, 1, 1, 1, 1, 1], [4096] * 8)
