@@ -34,7 +34,7 @@ import jaxcompact as jc  # noqa: E402
 from configs import MODELS as LLAMAS  # noqa: E402
 from jaxcompact.graph import graph_of  # noqa: E402
 from jaxcompact.memory import devices, peak  # noqa: E402
-from jaxcompact.planner.front import JAX_POLICIES  # noqa: E402
+from jaxcompact.planner.front import JAX_POLICIES, mark  # noqa: E402
 from jaxcompact.planner.roofline import operation_seconds  # noqa: E402
 from methods import Method  # noqa: E402
 from training import Training  # noqa: E402
@@ -251,17 +251,11 @@ def plot(path: str) -> None:
             if "budget" not in r
         }
         axes.plot(*zip(*plans, strict=True), ".-", label="jc.plan")
-        low = min(y for _, y in others.values())
-        for name, (x, y) in others.items():
-            shown = min(y, 1.45 * low)
-            axes.plot(x, shown, "ks")
-            text = name if y == shown else f"{name}, {y:.0f} ms"
-            axes.annotate(text, (x, shown), (4, 4), textcoords="offset points", size=7)
+        mark(axes, others)
         axes.set_title(model, size=10)
         axes.set_xlabel("peak of the step, GiB")
         axes.set_ylabel("modelled step, ms")
-        axes.set_ylim(0.97 * low, 1.5 * low)
-        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 

@@ -1,9 +1,10 @@
 """Memory against time: the plans of a block, beside every `jax.checkpoint` policy."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -97,35 +98,40 @@ class Front:
             (self.plans, f"jc.plan, gradient error up to {worst:.0%}"),
             (self.exact, "jc.plan, exact, without the host"),
         )
-        fastest = min(p.seconds for p in (*self.others, *self.plans, *self.exact))
-        top = 1.5 * fastest * self.layers * 1e3
         for points, label in lines:
             if points:
                 axes.plot(*shown(points), ".-", label=label)
-        names: dict[tuple[float, float], list[str]] = {}
-        for point, x, y in zip(self.others, *shown(self.others), strict=True):
-            off = f", {y:.0f} ms" if y > top else ""
-            names.setdefault((x, min(y, 0.97 * top)), []).append(point.name + off)
-        axes.plot(*np.transpose([*names]), "ks", label="jax.checkpoint")
-        far = max(x for x, _ in names)
-        for (x, y), each in names.items():
-            right = x > far / 2
-            axes.annotate(
-                "\n".join(each),
-                (x, y),
-                (-6 if right else 6, 4),
-                textcoords="offset points",
-                ha="right" if right else "left",
-                size=7,
-            )
+        others = zip(self.others, *shown(self.others), strict=True)
+        mark(axes, {point.name: (x, y) for point, x, y in others})
         axes.set_xlabel(f"stored between the passes, {self.layers} layers, GiB")
         axes.set_ylabel("modelled time of both passes, ms")
         axes.set_title(f"{self.block} on {find_device(self.device).name}", size=10)
-        axes.set_xlim(left=-0.02 * far)
-        axes.set_ylim(0.95 * fastest * self.layers * 1e3, top)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
         figure.savefig(path, dpi=120)
+
+
+def mark(axes: Any, policies: Mapping[str, tuple[float, float]]) -> None:
+    """`jax.checkpoint`'s policies at their memory and time; slow ones at the edge."""
+    fastest = min(y for _, y in policies.values())
+    top = 1.5 * fastest
+    names: dict[tuple[float, float], list[str]] = {}
+    for name, (x, y) in policies.items():
+        beyond = f", {y:.0f} ms" if y > top else ""
+        names.setdefault((x, min(y, 0.97 * top)), []).append(name + beyond)
+    axes.plot(*np.transpose([*names]), "ks", label="jax.checkpoint")
+    middle = (min(x for x, _ in names) + max(x for x, _ in names)) / 2
+    for place, each in names.items():
+        right = place[0] > middle
+        axes.annotate(
+            "\n".join(each),
+            place,
+            (-6 if right else 6, 4),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            size=7,
+        )
+    axes.set_ylim(0.97 * fastest, top)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def front(
