@@ -180,7 +180,7 @@ def make(model: str) -> None:
     low, high = (done[n]["peak_bytes"] for n in ("nothing_saveable", "dots_saveable"))
     budgets = {int(low + share * (high - low)) for share in BETWEEN}
     peaks = {done[name]["peak_bytes"] for name in POLICIES}
-    budgets |= {int(BELOW * nbytes) for nbytes in peaks if nbytes > low}
+    budgets |= {int(BELOW * nbytes) for nbytes in peaks if BELOW * nbytes > low}
     budgets |= {min(done["none"]["peak_bytes"], CARD.memory)}
     for budget in sorted(b for b in budgets if b <= CARD.memory):
         name = f"plan for {budget}"

@@ -160,7 +160,7 @@ class PlanOptions:
         choices=tuple(devices()),
     )
     max_error: float = option(
-        0.15,
+        0.08,
         "of the gradient, relative, that a plan may make by encoding; 0 is exact. As "
         "measured at the start, and again after 16, 32, 64, ... updates",
         float,

@@ -120,7 +120,7 @@ def plan_step(
     asked = problem(traces, policies.int4(), tuple(codecs), card, sensitivity)
     rules = {"noise": max_error**2}
 
-    def compiled(solution: Solution) -> Plan:
+    def compiled(solution: Solution, beside: int | None = None) -> Plan:
         found = Plan(
             traces.traced.label,
             _actions(asked, solution),
@@ -134,36 +134,40 @@ def plan_step(
         step, args = make_step(found)
         nbytes = peak(step, *args, device=device).peak_bytes
         time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
-        say(f"{gib(nbytes)}: {time} and {size} a layer")
+        line = f"{gib(nbytes)}: {time} and {size} a layer"
+        if beside is not None:
+            line += f"; {gib(beside + layers * solution.nbytes)} expected"
+        say(line)
+        besides.append(nbytes - layers * solution.nbytes)
         return replace(found, peak_bytes=nbytes)
 
     # From little memory upwards: what a step takes beside what it stores is not known
     # before something is compiled, and less with the host's help.
     best = last = None
-    tried = 0
+    besides: list[int] = []  # what each that was compiled took so
     for within in (without_host(asked), asked):
         smallest = solve(within, **rules, smallest=True)
         if smallest is None or (last and _actions(asked, smallest) == last.actions):
             continue
-        last, tried = compiled(smallest), tried + 1
+        last = compiled(smallest)
         if last.peak_bytes <= limit:
             best = last
             break
     if last is None:
         raise ValueError(f"max_error must be reachable, got {max_error!r}: no plan is")
     if best is None:
-        beside = gib(last.peak_bytes - layers * last.nbytes)
+        beside = gib(besides[-1])
         raise ValueError(
             f"budget must be {gib(last.peak_bytes)} or more, which the smallest plan "
             f"takes: {gib(last.nbytes)} in each of {layers} layers, and {beside} "
             f"beside them; got {gib(limit)}"
         )
-    while tried < _COMPILES:
-        beside = last.peak_bytes - layers * last.nbytes
+    while len(besides) < _COMPILES:
+        beside = max(besides)
         solution = solve(asked, **rules, nbytes=(limit - beside) / layers)
         if solution is None or _actions(asked, solution) == last.actions:
             break
-        last, tried = compiled(solution), tried + 1
+        last = compiled(solution, beside)
         if last.peak_bytes <= limit and last.seconds <= best.seconds:
             best = last
         if _NEAR * limit <= last.peak_bytes <= limit:

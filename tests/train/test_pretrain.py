@@ -451,7 +451,7 @@ def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch
         return value == first[0]
 
     def plan_step(make_step, *, sensitivity, budget, max_error, **options):
-        assert max_error == 0.15 and budget == "1GiB"
+        assert max_error == 0.08 and budget == "1GiB"
         planned.append(sensitivity)
         traces = block_of(make_step, jc.policies.int4(), "make_step")
         actions = {t.name: a for t, a, _ in traces.replay.chosen.values()}
