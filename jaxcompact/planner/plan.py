@@ -73,7 +73,10 @@ class Plan:
             raise ValueError(f"plan: it is none: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        """Whole or not at all."""
+        part = Path(f"{path}.part")
+        part.write_text(self.to_json() + "\n")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

@@ -115,7 +115,9 @@ def test_other_codecs(plan):
 
 def test_as_json(plan, tmp_path):
     found = plan("250MiB")
+    (tmp_path / "plan.json").write_text("{")  # is replaced
     found.save(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     assert jc.Plan.load(tmp_path / "plan.json") == found
     data = json.loads((tmp_path / "plan.json").read_text())
     data["actions"]["x"] = {"action": "Float8"}
