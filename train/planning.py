@@ -50,6 +50,9 @@ class Planner:
         length = tokens_bt.shape[1] - 1
         tokens_bt = jax.numpy.asarray(tokens_bt[: max(1, TOKENS // length)])
 
+        # What is kept for the next time are not these weights.
+        shapes = jax.eval_shape(lambda *args: args, params, tokens_bt)
+
         def make_gradient(policy):
             dtype = self.make_training().dtype
             own = flash if default_attention(dtype) == "cudnn" else None
@@ -58,7 +61,7 @@ class Planner:
             def gradient(params, tokens_bt):
                 return training.value_and_grad(params, tokens_bt, step=0)[1]
 
-            return gradient, (params, tokens_bt)
+            return gradient, shapes
 
         if self._measure is None:
             self._measure, _ = jc.planner.measuring(make_gradient, probes=2)
@@ -88,6 +91,8 @@ class Planner:
             if "RESOURCE_EXHAUSTED" not in str(problem):
                 raise
             return plan, "no memory is left to measure what the plan does"
+        except ValueError as problem:  # which the log will not miss either
+            return plan, f"what the plan does was not measured: {problem}"
         error = found.error(plan.actions)
         text = f"gradient error of the plan {error:.2%}, planned {plan.error:.2%}"
         if error <= WORSE * plan.error:

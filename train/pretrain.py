@@ -155,6 +155,8 @@ def prepare(config: Config, dataset: Dataset) -> Job:
     )
     fixed = config.fixed() | {
         "plan": None if plan is None else json.loads(plan.to_json())["actions"],
+        "memory_budget": config.plan.memory_budget,
+        "max_error": config.plan.max_error if config.plan.memory_budget else None,
         "dtype": dtype,
         "tokenizer": dataset.tokenizer.name,
         "train_tokens": len(dataset.train),

@@ -1,5 +1,6 @@
 """The block that a function checkpoints, found by tracing it."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import jax
@@ -8,13 +9,12 @@ from jaxcompact.policy import ChoosesActions
 from jaxcompact.traced import Plan as Traces
 
 
-class _Noting:
+class Noting:
     """A policy that notes which blocks are traced under it."""
 
-    statistics = True
-
-    def __init__(self, policy: ChoosesActions):
+    def __init__(self, policy: ChoosesActions, statistics: bool = False):
         self.decide, self.found = policy.decide, []
+        self.statistics = statistics or getattr(policy, "statistics", False)
 
     def note(self, traces: Traces) -> None:
         self.found.append(traces)
@@ -24,20 +24,36 @@ def block_of(
     make: Callable[[ChoosesActions], tuple[Callable, tuple]],
     policy: ChoosesActions,
     name: str,
+    statistics: bool = False,
 ) -> Traces:
     """The one block that a function checkpoints; ``make(policy)`` is it, with its args.
 
+    It may be traced several times, for several layers, if it is the same each time.
+    ``statistics`` as of `Tensors`.
+
     Raises ValueError, with the ``name`` of ``make``, if there is none or several.
     """
-    noting = _Noting(policy)
+    noting = Noting(policy, statistics)
     function, args = make(noting)
     jax.eval_shape(function, *args)
-    blocks = {id(traces.traced): traces for traces in noting.found}
+    # The first layer's input, and a loop's at first, are not differentiated.
+    last = {id(traces.traced): traces for traces in noting.found}
+    blocks = {_form(traces): traces for traces in last.values()}
     if len(blocks) != 1:
-        names = ", ".join(repr(t.traced.label) for t in blocks.values()) or "none"
+        counts = Counter(traces.traced.label for traces in blocks.values())
+        names = ", ".join(
+            f"{label!r}" if n == 1 else f"{label!r} in {n} forms"
+            for label, n in counts.items()
+        )
         raise ValueError(
             f"{name} must return a function that checkpoints one block with the policy "
-            f"it is given, got {names}"
+            f"it is given, got {names or 'none'}"
         )
     (traces,) = blocks.values()
     return traces
+
+
+def _form(traces: Traces) -> tuple:
+    """What two layers have in common if one plan serves both."""
+    tensors = (tensor for tensor, _, _ in traces.replay.chosen.values())
+    return traces.traced.label, *((t.name, t.shape, str(t.dtype)) for t in tensors)

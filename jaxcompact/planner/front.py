@@ -10,13 +10,12 @@ import jax
 import numpy as np
 from jax import checkpoint_policies as saves
 
-from jaxcompact import policies
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import CODECS, problem, without_host
+from jaxcompact.planner.problem import CODECS, base_policy, problem, without_host
 from jaxcompact.planner.roofline import operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
@@ -154,8 +153,12 @@ def front(
     Raises ValueError for a step that checkpoints no block or several.
     """
     card = find_device(device)
-    traces = block_of(make_step, policies.int4(), "make_step")
-    asked = problem(traces, policies.int4(), tuple(codecs), card, sensitivity)
+
+    def asked(base):
+        traces = block_of(make_step, base, "make_step", statistics=True)
+        return traces, problem(traces, base, tuple(codecs), card, sensitivity)
+
+    traces, lossy = asked(base_policy(max_error))
     others = [
         _point(name, traces, card, policy)
         for name, policy in JAX_POLICIES.items()
@@ -182,8 +185,8 @@ def front(
         traces.traced.label,
         device,
         layers,
-        points(asked, "plan", max_error**2),
-        points(without_host(asked), "exact plan", 0.0),
+        points(lossy, "plan", max_error**2),
+        points(without_host(asked(base_policy(0.0))[1]), "exact plan", 0.0),
         tuple(others),
     )
 

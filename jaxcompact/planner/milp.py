@@ -52,7 +52,7 @@ def solve(
     smallest: bool = False,
 ) -> Solution | None:
     """The fastest within ``nbytes`` and ``noise``, or the smallest; None if none is."""
-    if nbytes < 0 or noise < 0:
+    if nbytes < 0 or noise < problem.noise:
         return None
     program = IntegerProgram()
     size, error, time = {}, {}, {}
@@ -64,24 +64,28 @@ def solve(
             needed[source] = program.variable(least=source in problem.needed)
         return needed[source]
 
-    stored = {}
+    stored, alike = {}, {}
     for item in problem.items:
         remade[item.source] = again = program.variable(most=item.again)
         row = {need(item.source): -1.0, again: 1.0}
         for k, option in enumerate(item.options):
             # 0 is exact, not a tolerance.
-            allowed = noise > 0 or not option.noise
+            allowed = noise > 0 or not option.lossy
             x = stored[item.source, k] = program.variable(most=allowed, binary=True)
             row[x] = 1.0
             size[x], time[x] = option.nbytes, option.seconds
             error[x] = option.noise
+            # A plan knows tensors by name: those of one name are stored alike.
+            same = alike.setdefault((item.tensor.name, option.action), x)
+            if same != x:
+                program.row({x: 1.0, same: -1.0}, 0, 0)
         program.row(row, 0, 0)
 
-    for statistic, items in problem.exact.items():
-        for item in problem.items:
-            rounded = (k for k, o in enumerate(item.options) if o.noise)
-            if item.source in items:
-                row = {stored[item.source, k]: 1.0 for k in rounded}
+    for item in problem.items:
+        rounded = (k for k, o in enumerate(item.options) if o.lossy)
+        row = {stored[item.source, k]: 1.0 for k in rounded}
+        for statistic, items in problem.exact.items():
+            if item.source in items and (statistic, 0) in stored:
                 program.row({stored[statistic, 0]: 1.0, **row}, 0, 1)
 
     ran = {op: program.variable() for op in problem.runs}
@@ -102,7 +106,7 @@ def solve(
     if np.isfinite(nbytes):
         program.row(size, -np.inf, nbytes)
     if np.isfinite(noise):
-        program.row(error, -np.inf, noise)
+        program.row(error, -np.inf, noise - problem.noise)
     if smallest:
         cost = {k: float(v) for k, v in size.items()}
         cost |= {k: v for k, v in time.items() if k not in size}
@@ -121,5 +125,5 @@ def solve(
         tuple(chosen),
         sum(seconds for k, seconds in time.items() if found[k]),
         sum(option.nbytes for option in chosen if option),
-        sum(error[k] for k in error if found[k]),
+        problem.noise + sum(error[k] for k in error if found[k]),
     )

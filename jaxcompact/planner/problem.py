@@ -1,20 +1,27 @@
 """What a planner chooses among: the tensors of a block, and what each choice costs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxcompact import policies
 from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.roofline import codec_seconds, operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity, noise
-from jaxcompact.policy import Action, ChoosesActions, Recompute, Save
+from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.tensors import Tensor
 from jaxcompact.traced import Plan as Traces
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
+
+
+def base_policy(max_error: float) -> ChoosesActions:
+    """What is not a choice of the planner's: masks, integers, the bodies of loops."""
+    return policies.int4() if max_error > 0 else Compress(Save())
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class Option:
         seconds: to encode and decode it.
         noise: mean square of what decoding adds to the gradient, relative to its own;
             where that was not measured, as much as it adds to the tensor.
+        lossy: whether decoding adds anything to some tensor, if not to this gradient.
         away: whether it lies in the host's memory.
     """
 
@@ -34,6 +42,7 @@ class Option:
     nbytes: int
     seconds: float
     noise: float
+    lossy: bool = False
     away: bool = False
 
 
@@ -60,6 +69,7 @@ class Problem:
         exact: statistic -> items that are not to be rounded where it is stored: what it
             is made of. A softmax of other scores than it was normalized for is none.
         actions: what is done with all other tensors, by name.
+        noise: of those of these that are encoded, in the bodies of loops.
     """
 
     items: tuple[Item, ...]
@@ -69,6 +79,7 @@ class Problem:
     free: frozenset[int]
     exact: dict[Source, frozenset[Source]]
     actions: dict[str, Action]
+    noise: float = 0.0
 
 
 def problem(
@@ -85,15 +96,20 @@ def problem(
     what others do was ``found``.
     """
     replay = traces.replay
-    needed, items, actions = replay.reads(), [], {}
+    needed, items, actions, inside = replay.reads(), [], {}, 0.0
     for inner in traces.inner():
-        actions |= {t.name: a for t, a, _ in inner.replay.chosen.values()}
+        for tensor, action, _ in inner.replay.chosen.values():
+            actions[tensor.name] = action
+            inside += _noise(action, tensor, None)
     for source, (tensor, action, _) in replay.chosen.items():
         item = _item(source, tensor, action, replay, base, codecs, card, found)
         if item is None:
             actions[tensor.name] = action
         else:
             items.append(item)
+    # What was measured of a name is of all tensors that have it.
+    counts = Counter(item.tensor.name for item in items)
+    items = [_shared(item, counts[item.tensor.name]) for item in items]
     graph = replay.graph
     sources = {item.source for item in items}
     above: dict[Source, frozenset[Source]] = {}  # the items that a value is made of
@@ -108,6 +124,7 @@ def problem(
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         actions,
+        inside,
     )
 
 
@@ -138,7 +155,9 @@ def _item(
         asked, _ = base.decide(replace(tensor, cheap=False, terms=None))
     actions = [Save()]
     if found and tensor.name in found.effects:
-        actions += found.effects[tensor.name].errors
+        measured = found.effects[tensor.name].errors
+        away = (c for c in measured if c.host_nbytes(tensor.shape, tensor.dtype))
+        actions += [c for c in measured if c not in set(away)]
     elif tensor.scores is not None or tensor.fused:
         actions += [asked] if isinstance(asked, Codec) else []
     else:
@@ -164,16 +183,22 @@ def _option(
         action.nbytes(shape, dtype),
         codec_seconds(action, shape, dtype, card),
         _noise(action, tensor, found),
+        _noise(action, tensor, None) > 0,
         bool(action.host_nbytes(shape, dtype)),
     )
 
 
-def _noise(codec: Codec, tensor: Tensor, found: Sensitivity | None) -> float:
-    if not tensor.floating:
+def _shared(item: Item, count: int) -> Item:
+    options = (replace(o, noise=o.noise / count) for o in item.options)
+    return replace(item, options=tuple(options))
+
+
+def _noise(action: Action, tensor: Tensor, found: Sensitivity | None) -> float:
+    if not tensor.floating or not isinstance(action, Codec):
         return 0.0
     if found and tensor.name in found.effects:
-        return found.effects[tensor.name].error(codec)
-    return noise(codec)
+        return found.effects[tensor.name].error(action)
+    return noise(action)
 
 
 def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:

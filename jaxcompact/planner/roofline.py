@@ -33,7 +33,9 @@ def operation_seconds(op: Op, card: Device) -> float:
     if op.kind == "device_put":
         pairs = zip(ins, outs, strict=True)
         across = sum(_nbytes(a) for a, b in pairs if on_host(a) != on_host(b))
-        return across / card.host_bandwidth if across else moved
+        if across:  # without a link that is known, never
+            return across / card.host_bandwidth if card.host_bandwidth else math.inf
+        return moved
     if not expensive(op):
         return 0.0
     if inner := list(map(graph_of, inner_jaxprs(op))):

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact import policies
 from jaxcompact.checkpoint import Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
@@ -17,7 +16,14 @@ from jaxcompact.memory.search import parse_bytes
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.plan import Plan
-from jaxcompact.planner.problem import CODECS, Problem, named, problem, without_host
+from jaxcompact.planner.problem import (
+    CODECS,
+    Problem,
+    base_policy,
+    named,
+    problem,
+    without_host,
+)
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
 
@@ -116,8 +122,9 @@ def plan_step(
     if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    traces = block_of(make_step, policies.int4(), "make_step")
-    asked = problem(traces, policies.int4(), tuple(codecs), card, sensitivity)
+    base = base_policy(max_error)
+    traces = block_of(make_step, base, "make_step", statistics=True)
+    asked = problem(traces, base, tuple(codecs), card, sensitivity)
     rules = {"noise": max_error**2}
 
     def compiled(solution: Solution, beside: int | None = None) -> Plan:

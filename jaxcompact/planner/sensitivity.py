@@ -42,7 +42,7 @@ class Effect:
             gradient's own, all layers together.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of several tensors with one name, stacked
     dtype: Any
     errors: Mapping[Codec, float]
 
@@ -165,7 +165,8 @@ def sensitivity(
             It uses ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block,
             which must have second derivatives (cuDNN's attention has none). A few
             sequences are enough: of more, gradients suffer less.
-        policy: says what is stored at all; its codecs are measured too.
+        policy: says what is stored at all; its codecs are measured too. What it
+            encodes inside a block's own loops and branches is not measured.
         codecs: how it may be stored.
         key: of the signs.
         probes: how many v; the error of the sum falls with the root of their number.
@@ -174,8 +175,8 @@ def sensitivity(
     random numbers stay as they are. Memory: that of exact training, twice to three
     times.
 
-    Raises ValueError for a gradient that is not finite, and for one that checkpoints no
-    block or several.
+    Raises ValueError for a gradient that is not finite or 0, for one that checkpoints
+    no block or several, and for a policy that encodes nothing.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> def block(w, x):
@@ -206,13 +207,23 @@ def measuring(
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"probes must be a positive int, got {probes!r}")
     traces = block_of(make_gradient, policy, "make_gradient")
-    asked = {
-        slot.tensor.name: (slot.tensor, _codecs(slot.tensor, slot.action, codecs))
-        for slot in traces.replay.slots
-        if isinstance(slot.action, Codec)
-        and slot.tensor.floating
-        and isinstance(slot.source, int | Residual)
-    }
+    asked = {}
+    for slot in traces.replay.slots:
+        lossy = isinstance(slot.action, Codec) and slot.tensor.floating
+        if not lossy or not isinstance(slot.source, int | Residual):
+            continue
+        tensor, name = slot.tensor, slot.tensor.name
+        before, found = asked.get(name, (None, _codecs(tensor, slot.action, codecs)))
+        if before is not None:
+            if before.shape[-len(tensor.shape) :] != tensor.shape:
+                raise ValueError(
+                    f"tensors of one name must have one shape, got {before}, {tensor}"
+                )
+            count = before.size // tensor.size
+            tensor = replace(tensor, shape=(count + 1, *tensor.shape))
+        asked[name] = tensor, found
+    if not asked:
+        raise ValueError(f"policy must encode something of {traces.traced.label!r}")
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
     _, args = make_gradient(policy)
@@ -242,7 +253,7 @@ def measuring(
             if not np.isfinite(found).all():
                 raise ValueError(
                     f"sensitivity of {name!r} in {traces.traced.label!r} is "
-                    f"{found[0]}: the gradient must be finite"
+                    f"{found[0]}: the gradient must be finite, and not 0"
                 )
             errors = dict(zip(each, found, strict=True))
             effects[name] = Effect(tensor.shape, tensor.dtype, errors)
@@ -292,7 +303,8 @@ def _probed(codecs: tuple[Codec, ...], x: jax.Array, probe: jax.Array) -> jax.Ar
 
 def _probed_backward(codecs, x, ct):
     def moved(codec):
-        noise = codec.decode(codec.encode(x)).astype(jnp.float32) - x
+        decoded = codec.decode(codec.encode(x)).astype(jnp.float32)
+        noise = decoded - x.astype(jnp.float32)
         return jnp.sum(jnp.square(noise * ct.astype(jnp.float32)))
 
     return None, jnp.stack(list(map(moved, codecs)))

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.planner.block import block_of
+from jaxcompact.planner.milp import solve
+from jaxcompact.planner.problem import CODECS, base_policy, problem
 
 MIB = 2**20
 D, FF, LAYERS = 512, 1408, 8
@@ -233,3 +236,48 @@ def test_a_step_of_two_blocks():
 
     with pytest.raises(ValueError, match="one block .* got 'first', 'second'"):
         jc.plan_step(make_step)
+
+
+@pytest.mark.parametrize(("shapes", "one"), [((64, 64), True), ((64, 32), False)])
+def test_layers_that_are_not_in_a_scan(shapes, one):
+    """Alike, they share a plan."""
+
+    def make(policy):
+        def layer(w, x):
+            return jnp.tanh(x @ w)
+
+        def loss(ws, x):
+            for w in ws:
+                x = jc.checkpoint(layer, policy=policy, params=0)(w, x)
+            return x.sum().astype(jnp.float32)
+
+        return jax.grad(loss), ([of(64, n) for n in shapes], of(8, 64))
+
+    if one:
+        assert block_of(make, jc.policies.int4(), "make").traced.label == "layer"
+    else:
+        with pytest.raises(ValueError, match="one block .* got 'layer' in 2 forms"):
+            block_of(make, jc.policies.int4(), "make")
+
+
+def test_without_error_loops_inside_are_exact_too():
+    def looped(w, x):
+        y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y @ w), None), x, length=2)
+        return x + y
+
+    def make_step(policy):
+        wrapped = jc.checkpoint(looped, policy=policy, params=0)
+        loss = lambda w, x: wrapped(w, x).sum().astype(jnp.float32)  # noqa: E731
+        return jax.grad(loss, (0, 1)), (of(64, 64), of(512, 64))
+
+    def planned(max_error):
+        base = base_policy(max_error)
+        traces = block_of(make_step, base, "make_step", statistics=True)
+        asked = problem(traces, base, CODECS, jc.memory.devices()["h200"])
+        return asked, solve(asked, noise=max_error**2, smallest=True)
+
+    exact, lossy = planned(0.0), planned(0.2)
+    assert not any(isinstance(a, jc.Quantized) for a in exact[0].actions.values())
+    assert any(isinstance(a, jc.Quantized) for a in lossy[0].actions.values())
+    assert exact[1].noise == 0 < lossy[0].noise <= lossy[1].noise
+    assert solve(lossy[0], noise=lossy[0].noise / 2) is None

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from jaxcompact.memory import devices
@@ -311,7 +312,46 @@ def test_a_gradient_that_is_not_finite():
         jc.sensitivity(lambda policy: make_gradient(policy, bad))
 
 
+def test_a_policy_of_rules_and_another_dtype():
+    """What it finds is a policy for the same block."""
+    base = jc.Policy({"*": jc.Quantized(4)}, default=jc.Save())
+
+    def make(policy):
+        w, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (PARAMS, X))
+        wrapped = jc.checkpoint(linear, policy=policy, params=0)
+        loss = lambda w, x: wrapped(w, x).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(loss), ({"q": w["q"][0], "o": w["o"][0]}, x)
+
+    def linear(w, x):
+        return x + jax.nn.softmax(jnp.sin(x @ w["q"]), axis=-1) @ w["o"]
+
+    found = jc.sensitivity(make, policy=base)
+    of, args = make(found.policy(4.25))
+    assert jnp.isfinite(flat(of(*args))).all()
+
+
+def test_tensors_of_one_name_count_together():
+    def named(w, x):
+        for key in ("q", "k"):
+            x = x + checkpoint_name(jnp.sin(x @ w[key]), "y") @ w["o"]
+        return x
+
+    base = jc.Policy({"y": jc.Quantized(4)})
+    found = jc.sensitivity(lambda p: make_gradient(p, named), policy=base)
+    assert found.effects["y"].shape == (2, *X.shape)
+    assert found.bits({"y": jc.Quantized(8)}) == 8.25
+
+    def wide(w, x):
+        checkpointed = checkpoint_name(jnp.sin(x @ w["gate"]), "y") @ w["down"]
+        return x + checkpointed + checkpoint_name(jnp.sin(x @ w["q"]), "y") @ w["o"]
+
+    with pytest.raises(ValueError, match="tensors of one name must have one shape"):
+        jc.sensitivity(lambda p: make_gradient(p, wide), policy=base)
+
+
 def test_what_is_refused(found):
+    with pytest.raises(ValueError, match="policy must encode something of 'block'"):
+        jc.sensitivity(make_gradient, policy=jc.Policy())
     with pytest.raises(ValueError, match="probes must be a positive int, got 0"):
         jc.sensitivity(make_gradient, probes=0)
     with pytest.raises(ValueError, match="make_gradient must return .* got none"):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +65,7 @@ def test_what_it_measures_is_the_methods_gradient(method, optax_promotion):
 
 def test_names_under_flash_are_those_under_cudnn():
     """What is measured with one is used for the other."""
+    pytest.importorskip("nvidia.cudnn", reason="700 MB that no other test needs")
 
     def names(attention):
         def make(policy):
@@ -110,6 +113,24 @@ def test_looking_again(optax_promotion):
     made.plan = refused
     plan, said = made.again(worse, params, TOKENS)
     assert plan is worse and said.endswith("for want of another: no")
+
+
+def test_the_first_weights_are_not_kept(optax_promotion):
+    made = planner()
+    params = made.make_training().init().params
+    leaves = [weakref.ref(x) for x in jax.tree.leaves(params)]
+    made.measure(params, TOKENS)
+    del params
+    gc.collect()
+    assert not any(leaf() is not None for leaf in leaves)
+
+
+def test_a_gradient_that_is_not_finite(optax_promotion):
+    """The plan stays; that the loss is none is for the log to say."""
+    made = planner()
+    params = jax.tree.map(lambda x: x * jnp.nan, made.make_training().init().params)
+    plan, said = made.again("plan", params, TOKENS)
+    assert plan == "plan" and "was not measured: sensitivity of" in said
 
 
 def test_no_memory_to_measure():

@@ -474,6 +474,10 @@ def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch
     assert sorted(p.name for p in folder.glob("plan*")) == ["plan.2.json", "plan.json"]
     whole = losses_of(folder)
 
+    for other in ("2GiB", "512MiB"):
+        changed = [*arguments, "--out", str(out), "--resume", "--memory-budget", other]
+        assert pretrain.main(changed) == 2
+        assert f"memory_budget was '1GiB' and is '{other}'" in capsys.readouterr().err
     for resumed in (3, 2, 1):
         again = [*arguments, "--out", str(out), "--resume", str(resumed)]
         assert pretrain.main(again) == 0
