@@ -453,7 +453,7 @@ def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch
     def plan_step(make_step, *, sensitivity, budget, max_error, **options):
         assert max_error == 0.08 and budget == "1GiB"
         planned.append(sensitivity)
-        traces = block_of(make_step, jc.policies.int4(), "make_step")
+        traces = block_of(make_step, jc.policies.int4(), "make_step", True)
         actions = {t.name: a for t, a, _ in traces.replay.chosen.values()}
         error = sensitivity.error({"x_btd": four})
         actions["x_btd"] = four if error == 1 else Quantized(2)
