@@ -87,10 +87,8 @@ def gpt2(batch: int, seq: int, policy):
         y = jax.nn.gelu(norm(w["norm2"], x_btd) @ w["up"])
         return x_btd + dropout(keys[2], y @ w["down"])
 
-    def block(w, x_btd, key):
-        return layer(w, x_btd, key)
-
-    if isinstance(policy, jc.Plan) or hasattr(policy, "decide"):
+    block = layer
+    if hasattr(policy, "decide"):
         block = jc.checkpoint(layer, policy=policy, params=0, prevent_cse=False)
     elif policy is not None:
         saved = None if policy == "nothing" else policy

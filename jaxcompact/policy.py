@@ -79,7 +79,13 @@ def written(action: Any) -> str:
 
 
 class ChoosesActions(Protocol):
-    """What `jaxcompact.checkpoint` asks of a policy: hashable, and this method."""
+    """What `jaxcompact.checkpoint` asks of a policy: hashable, and this method.
+
+    It may have more: ``unused(names)``, which of its rules match none; ``statistics``,
+    whether it decides on sums and maxima too; ``note(plan)``, told of each block that
+    is traced; ``probes`` and ``probe(tensor, x, *probes)``, arrays that go into every
+    block, and what is stored there in the place of x.
+    """
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         """What is done with a tensor, and why, in a few words."""

@@ -178,32 +178,20 @@ class Tensors:
             floating = _floating(aval)
             name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
             if expensive(op):
-                self._add(
-                    value,
-                    name=name,
-                    kind="op",
-                    where=op.where,
-                    discrete=discrete and not floating,
-                    limit=_limit(op, i, self.graph),
-                    terms=self._terms(op),
-                )
+                fields = {
+                    "discrete": discrete and not floating,
+                    "limit": _limit(op, i, self.graph),
+                    "terms": self._terms(op),
+                }
             elif op.kind in ELEMENTWISE and self._decides(op, value):
-                self._add(
-                    value,
-                    name=name,
-                    kind="mask" if aval.dtype == bool else "op",
-                    where=op.where,
-                    discrete=discrete,
-                )
+                fields = {"discrete": discrete}
             elif self.statistics and self._is_statistic(op, value):
-                self._add(
-                    value,
-                    name=name,
-                    kind="op",
-                    where=op.where,
-                    cheap=True,
-                    statistic=True,
-                )
+                fields = {"cheap": True, "statistic": True}
+            else:
+                continue
+            mask = aval.dtype == bool and not expensive(op)
+            kind = "mask" if mask else "op"
+            self._add(value, name=name, kind=kind, where=op.where, **fields)
 
     def _is_statistic(self, op: Op, value: int) -> bool:
         avals = self.graph.avals

@@ -13,9 +13,8 @@ from jax import checkpoint_policies as saves
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device
-from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import CODECS, base_policy, problem, without_host
+from jaxcompact.planner.problem import CODECS, problem_of, without_host
 from jaxcompact.planner.roofline import operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
@@ -154,17 +153,14 @@ def front(
     """
     card = find_device(device)
 
-    def asked(base):
-        traces = block_of(make_step, base, "make_step", statistics=True)
-        return traces, problem(traces, base, tuple(codecs), card, sensitivity)
-
-    traces, lossy = asked(base_policy(max_error))
+    traces, lossy = problem_of(make_step, card, max_error, sensitivity, codecs)
+    _, exact = problem_of(make_step, card, 0.0, sensitivity, codecs)
     others = [
         _point(name, traces, card, policy)
         for name, policy in JAX_POLICIES.items()
         if card.host_bandwidth or "offload" not in name
     ]
-    exact = _point("", traces, card).seconds
+    whole = _point("", traces, card).seconds
 
     def points(asked, name, noise):
         ends = [solve(asked, noise=noise, smallest=s) for s in (True, False)]
@@ -177,7 +173,7 @@ def front(
         for nbytes, solution in sorted(made.items()):
             if solution.seconds < fastest:
                 fastest = solution.seconds
-                seconds, error = exact + solution.seconds, solution.noise**0.5
+                seconds, error = whole + solution.seconds, solution.noise**0.5
                 best.append(Point(name, nbytes, seconds, error))
         return tuple(best)
 
@@ -186,7 +182,7 @@ def front(
         device,
         layers,
         points(lossy, "plan", max_error**2),
-        points(without_host(asked(base_policy(0.0))[1]), "exact plan", 0.0),
+        points(without_host(exact), "exact plan", 0.0),
         tuple(others),
     )
 

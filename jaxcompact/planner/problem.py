@@ -1,7 +1,6 @@
 """What a planner chooses among: the tensors of a block, and what each choice costs."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +8,7 @@ from jaxcompact import policies
 from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
+from jaxcompact.planner.block import block_of
 from jaxcompact.planner.roofline import codec_seconds, operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity, noise
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
@@ -17,11 +17,6 @@ from jaxcompact.tensors import Tensor
 from jaxcompact.traced import Plan as Traces
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
-
-
-def base_policy(max_error: float) -> ChoosesActions:
-    """What is not a choice of the planner's: masks, integers, the bodies of loops."""
-    return policies.int4() if max_error > 0 else Compress(Save())
 
 
 @dataclass(frozen=True)
@@ -82,6 +77,23 @@ class Problem:
     noise: float = 0.0
 
 
+def problem_of(
+    make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    card: Device,
+    max_error: float,
+    found: Sensitivity | None,
+    codecs: Sequence[Codec],
+) -> tuple[Traces, Problem]:
+    """The block that a step checkpoints, and its choices.
+
+    What is not chosen (masks, integers, the bodies of loops) is stored as by
+    `policies.int4`, or exactly if no error is allowed.
+    """
+    base = policies.int4() if max_error > 0 else Compress(Save())
+    traces = block_of(make_step, base, "make_step", statistics=True)
+    return traces, problem(traces, base, tuple(codecs), card, found)
+
+
 def problem(
     traces: Traces,
     base: ChoosesActions,
@@ -107,9 +119,6 @@ def problem(
             actions[tensor.name] = action
         else:
             items.append(item)
-    # What was measured of a name is of all tensors that have it.
-    counts = Counter(item.tensor.name for item in items)
-    items = [_shared(item, counts[item.tensor.name]) for item in items]
     graph = replay.graph
     sources = {item.source for item in items}
     above: dict[Source, frozenset[Source]] = {}  # the items that a value is made of
@@ -156,8 +165,8 @@ def _item(
     actions = [Save()]
     if found and tensor.name in found.effects:
         measured = found.effects[tensor.name].errors
-        away = (c for c in measured if c.host_nbytes(tensor.shape, tensor.dtype))
-        actions += [c for c in measured if c not in set(away)]
+        where = tensor.shape, tensor.dtype
+        actions += (codec for codec in measured if not codec.host_nbytes(*where))
     elif tensor.scores is not None or tensor.fused:
         actions += [asked] if isinstance(asked, Codec) else []
     else:
@@ -188,16 +197,12 @@ def _option(
     )
 
 
-def _shared(item: Item, count: int) -> Item:
-    options = (replace(o, noise=o.noise / count) for o in item.options)
-    return replace(item, options=tuple(options))
-
-
 def _noise(action: Action, tensor: Tensor, found: Sensitivity | None) -> float:
     if not tensor.floating or not isinstance(action, Codec):
         return 0.0
     if found and tensor.name in found.effects:
-        return found.effects[tensor.name].error(action)
+        effect = found.effects[tensor.name]
+        return effect.error(action) / effect.count
     return noise(action)
 
 

@@ -13,15 +13,13 @@ from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
-from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import (
     CODECS,
     Problem,
-    base_policy,
     named,
-    problem,
+    problem_of,
     without_host,
 )
 from jaxcompact.planner.sensitivity import Sensitivity
@@ -122,9 +120,7 @@ def plan_step(
     if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-    base = base_policy(max_error)
-    traces = block_of(make_step, base, "make_step", statistics=True)
-    asked = problem(traces, base, tuple(codecs), card, sensitivity)
+    traces, asked = problem_of(make_step, card, max_error, sensitivity, codecs)
     rules = {"noise": max_error**2}
 
     def compiled(solution: Solution, beside: int | None = None) -> Plan:

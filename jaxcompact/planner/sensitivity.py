@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,11 +41,20 @@ class Effect:
         dtype: of the tensor.
         errors: codec -> mean square that it adds to the gradient, relative to the
             gradient's own, all layers together.
+        count: of tensors that have this name in a block.
     """
 
-    shape: tuple[int, ...]  # of several tensors with one name, stacked
+    shape: tuple[int, ...]
     dtype: Any
     errors: Mapping[Codec, float]
+    count: int = 1
+
+    @property
+    def entries(self) -> int:
+        return self.count * math.prod(self.shape)
+
+    def nbytes(self, codec: Codec) -> int:
+        return self.count * codec.nbytes(self.shape, self.dtype)
 
     def error(self, codec: Codec) -> float:
         """As measured, or in proportion to what the codec does to normal numbers."""
@@ -98,8 +108,8 @@ class Sensitivity:
         """An entry takes with these codecs, scales included, on average."""
         nbytes = entries = 0
         for name, effect in self.effects.items():
-            nbytes += actions[name].nbytes(effect.shape, effect.dtype)
-            entries += math.prod(effect.shape)
+            nbytes += effect.nbytes(actions[name])
+            entries += effect.entries
         return 8 * nbytes / entries
 
     def policy(self, bits: float) -> Policy:
@@ -119,10 +129,10 @@ class Sensitivity:
             for codec, error in effect.errors.items():
                 x = program.variable(binary=True)
                 one[x], chosen[x] = 1.0, (name, codec)
-                size[x] = codec.nbytes(effect.shape, effect.dtype)
+                size[x] = effect.nbytes(codec)
                 cost[x] = error * scale
             program.row(one, 1, 1)
-            entries += math.prod(effect.shape)
+            entries += effect.entries
             smallest += min(size[x] for x in one)
         program.row(size, 0, bits / 8 * entries)
         found = program.minimize(cost)
@@ -207,21 +217,21 @@ def measuring(
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"probes must be a positive int, got {probes!r}")
     traces = block_of(make_gradient, policy, "make_gradient")
-    asked = {}
+    asked: dict[str, tuple[Tensor, tuple[Codec, ...]]] = {}
+    counts: Counter[str] = Counter()
     for slot in traces.replay.slots:
-        lossy = isinstance(slot.action, Codec) and slot.tensor.floating
-        if not lossy or not isinstance(slot.source, int | Residual):
+        tensor, source = slot.tensor, slot.source
+        lossy = isinstance(slot.action, Codec) and tensor.floating
+        if not lossy or not isinstance(source, int | Residual):
             continue
-        tensor, name = slot.tensor, slot.tensor.name
-        before, found = asked.get(name, (None, _codecs(tensor, slot.action, codecs)))
-        if before is not None:
-            if before.shape[-len(tensor.shape) :] != tensor.shape:
-                raise ValueError(
-                    f"tensors of one name must have one shape, got {before}, {tensor}"
-                )
-            count = before.size // tensor.size
-            tensor = replace(tensor, shape=(count + 1, *tensor.shape))
-        asked[name] = tensor, found
+        found = asked.setdefault(
+            tensor.name, (tensor, _codecs(tensor, slot.action, codecs))
+        )
+        counts[tensor.name] += 1
+        if found[0].shape != tensor.shape:
+            raise ValueError(
+                f"tensors of one name must have one shape, got {found[0]}, {tensor}"
+            )
     if not asked:
         raise ValueError(f"policy must encode something of {traces.traced.label!r}")
     sizes = [len(each) for _, each in asked.values()]
@@ -256,7 +266,7 @@ def measuring(
                     f"{found[0]}: the gradient must be finite, and not 0"
                 )
             errors = dict(zip(each, found, strict=True))
-            effects[name] = Effect(tensor.shape, tensor.dtype, errors)
+            effects[name] = Effect(tensor.shape, tensor.dtype, errors, counts[name])
         return Sensitivity(traces.traced.label, policy, effects)
 
     return measure, args
@@ -280,6 +290,10 @@ class _Probing:
     asked: Mapping[str, tuple[Tensor, tuple[Codec, ...]]]
     starts: Mapping[str, int]
     probes: tuple[jax.Array]
+
+    @property
+    def statistics(self) -> bool:
+        return getattr(self.base, "statistics", False)
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         action, reason = self.base.decide(tensor)

@@ -11,7 +11,7 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import CODECS, base_policy, problem
+from jaxcompact.planner.problem import CODECS, problem_of
 
 MIB = 2**20
 D, FF, LAYERS = 512, 1408, 8
@@ -271,9 +271,8 @@ def test_without_error_loops_inside_are_exact_too():
         return jax.grad(loss, (0, 1)), (of(64, 64), of(512, 64))
 
     def planned(max_error):
-        base = base_policy(max_error)
-        traces = block_of(make_step, base, "make_step", statistics=True)
-        asked = problem(traces, base, CODECS, jc.memory.devices()["h200"])
+        card = jc.memory.devices()["h200"]
+        _, asked = problem_of(make_step, card, max_error, None, CODECS)
         return asked, solve(asked, noise=max_error**2, smallest=True)
 
     exact, lossy = planned(0.0), planned(0.2)

@@ -15,7 +15,7 @@ from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
-from jaxcompact.planner.sensitivity import CODECS, Effect
+from jaxcompact.planner.sensitivity import CODECS, Effect, noise
 
 D, FF, LAYERS = 64, 160, 3
 SHAPES = {
@@ -213,6 +213,44 @@ def test_a_plan_counts_with_it(found, exact, limit):
     assert (solution.noise > 0.5 * limit**2) == (limit > 0)
 
 
+def test_what_a_card_without_a_host_is_offered():
+    """No offloading, also where it was measured; every other codec that was."""
+    base = jc.policies.uniform(jc.Offload())
+    found = jc.sensitivity(make_gradient, policy=base, codecs=CODECS[:2])
+    assert all(jc.Offload() in e.errors for e in found.effects.values())
+    traces = block_of(make_gradient, base, "make_gradient")
+    card = devices()["tpu-v5e"]
+    assert card.host_bandwidth is None
+    for item in problem(traces, base, (), card, found).items:
+        assert not any(option.away for option in item.options)
+        if item.tensor.name in found.effects:
+            offered = {o.action for o in item.options} - {jc.Save()}
+            assert offered == set(found.effects[item.tensor.name].errors) - {
+                jc.Offload()
+            }
+
+
+def test_noise_of_one_name_is_shared():
+    """Each of two tensors has half of what was measured, all of what was not."""
+
+    def named(w, x):
+        for key in ("q", "k"):
+            x = x + checkpoint_name(jnp.sin(x @ w[key]), "y") @ w["o"]
+        return x
+
+    base = jc.Policy({"y": jc.Quantized(4)})
+    make = lambda policy: make_gradient(policy, named)  # noqa: E731
+    traces = block_of(make, base, "make")
+    known = jc.sensitivity(make, policy=base)
+    for found, whole in ((known, known.effects["y"].errors), (None, None)):
+        asked = problem(traces, base, CODECS, devices()["h200"], found)
+        each = [item for item in asked.items if item.tensor.name == "y"]
+        assert len(each) == 2
+        for option in (o for item in each for o in item.options if o.lossy):
+            one = noise(option.action) if whole is None else whole[option.action] / 2
+            assert option.noise == pytest.approx(one)
+
+
 # --- bits ---
 
 
@@ -338,7 +376,8 @@ def test_tensors_of_one_name_count_together():
 
     base = jc.Policy({"y": jc.Quantized(4)})
     found = jc.sensitivity(lambda p: make_gradient(p, named), policy=base)
-    assert found.effects["y"].shape == (2, *X.shape)
+    assert found.effects["y"].count == 2
+    assert found.effects["y"].entries == 2 * X.size
     assert found.bits({"y": jc.Quantized(8)}) == 8.25
 
     def wide(w, x):
