@@ -167,14 +167,16 @@ def _backward(spec: _Spec, residuals: Residuals, dy):
     tokens = tuple(range(dy.ndim - 1))
     with jax.numpy_dtype_promotion("standard"):
         sum_dtype = jnp.promote_types(dy.dtype, spec.sketch.dtype)
-    dsketch_rm = jax.lax.dot_general(
-        z if spec.codec is None else spec.codec.decode(z),
-        dy,
-        ((tokens, tokens), ((), ())),
-        precision=spec.precision,
-        preferred_element_type=sum_dtype,
-        out_sharding=spec.sketch.sharding,
-    )
+    product = {
+        "precision": spec.precision,
+        "preferred_element_type": sum_dtype,
+        "out_sharding": spec.sketch.sharding,
+    }
+    if spec.codec is None:
+        numbers = (tokens, tokens), ((), ())
+        dsketch_rm = jax.lax.dot_general(z, dy, numbers, **product)
+    else:
+        dsketch_rm = spec.codec.weight_gradient(z, dy, **product)
     return dx, None, dsketch_rm.astype(spec.sketch.dtype), None
 
 

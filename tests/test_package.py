@@ -127,7 +127,7 @@ def test_import_needs_jax_flax_and_optax_alone():
         print(*after - sys.stdlib_module_names)
     """
     loaded = run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": ROOT})
-    assert set(loaded.split()) <= NEEDS
+    assert set(loaded.split()) <= NEEDS | {"jaxlib"}  # the half of jax in C++
 
 
 def test_kernels_have_one_name():

@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxcompact.codecs.codec import Codec, is_float, merged
 from jaxcompact.kernels.quantize import scales
+from jaxcompact.kernels.quantize.levels import saturated
 from jaxcompact.kernels.quantize.reference import (
     all_finite,
     filled_up,
     join_groups,
-    saturated,
     split_groups,
 )
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcompact.codecs.codec import Codec, is_float
-from jaxcompact.kernels.quantize.reference import join_groups, saturated, split_groups
+from jaxcompact.kernels.quantize.levels import saturated
+from jaxcompact.kernels.quantize.reference import join_groups, split_groups
 
 _MAX = float(np.finfo(np.float32).max)
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs.codec import Codec, is_float
 from jaxcompact.codecs.quantized import Encoded, Quantized
-from jaxcompact.kernels.quantize.reference import all_finite, saturated
+from jaxcompact.kernels.quantize.levels import saturated
+from jaxcompact.kernels.quantize.reference import all_finite
 
 
 @partial(

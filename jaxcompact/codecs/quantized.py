@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs.codec import Codec, is_float, merged
 from jaxcompact.kernels.bits.reference import unit
-from jaxcompact.kernels.quantize import reference
+from jaxcompact.kernels.quantize import api
+from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 
 @partial(
@@ -145,7 +146,7 @@ class Quantized(Codec):
         """``x`` in codes and scales."""
         self._require(x.dtype)
         shape, _, group = self._layout(x.shape)
-        codes, scales, lows = reference.quantize(
+        codes, scales, lows = api.quantize(
             x.reshape(shape),
             bits=self.bits,
             group=group,
@@ -159,7 +160,7 @@ class Quantized(Codec):
     def decode(self, encoded: Encoded) -> jax.Array:
         """``x`` again, in its shape and dtype."""
         _, size, group = self._layout(encoded.shape)
-        x = reference.dequantize(
+        x = api.dequantize(
             encoded.codes,
             encoded.scales,
             encoded.lows,
@@ -170,6 +171,29 @@ class Quantized(Codec):
             dtype=encoded.dtype,
         )
         return x.reshape(encoded.shape)
+
+    def weight_gradient(self, encoded: Encoded, dy: jax.Array, **product) -> jax.Array:
+        """``decode(encoded)^T dy``, summed over all axes but the last, in one kernel.
+
+        ``product``: `preferred_element_type` and what else `jax.lax.dot_general` takes.
+        Where there is no such kernel, x is decoded first.
+        """
+        shape, size, group = self._layout(encoded.shape)
+        if self.axis != -1 or shape != encoded.shape:
+            tokens = tuple(range(dy.ndim - 1))
+            numbers = (tokens, tokens), ((), ())
+            return jax.lax.dot_general(self.decode(encoded), dy, numbers, **product)
+        return weight_gradient(
+            encoded.codes,
+            encoded.scales,
+            encoded.lows,
+            dy,
+            bits=self.bits,
+            group=group,
+            size=size,
+            dtype=encoded.dtype,
+            **product,
+        )
 
 
 def fitted[C: Codec](codec: C, x: jax.Array) -> C:

@@ -27,10 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcompact.kernels.bits import reference as bits_reference
-from jaxcompact.kernels.quantize import scales
+from jaxcompact.kernels.quantize import levels, scales
 from jaxcompact.kernels.quantize.noise import uniform
-
-_MAX = float(np.finfo(np.float32).max)
 
 
 def filled_up(x: jax.Array, *, group: int, axis: int, edge: bool) -> jax.Array:
@@ -81,15 +79,6 @@ def all_finite(x: jax.Array, axis: int | None = None) -> jax.Array:
     return jnp.all(jnp.isfinite(x), axis, keepdims=True)
 
 
-def saturated(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Cast; finite values beyond the dtype's range become its largest."""
-    info = jnp.finfo(dtype)
-    if info.bits > 32:
-        return x.astype(dtype)
-    clipped = jnp.clip(x, float(info.min), float(info.max))
-    return jnp.where(jnp.isinf(x), x, clipped).astype(dtype)
-
-
 def quantize(
     x: jax.Array,
     *,
@@ -112,41 +101,27 @@ def quantize(
     x = split_groups(x, group=group, axis=axis).astype(jnp.float32)
     high = jnp.max(x, axis, keepdims=True)
     low = jnp.min(x, axis, keepdims=True)
-    absmax = jnp.maximum(high, -low)
     finite = all_finite(x, axis)
-    top, width = 2 ** (bits - 1), 2**bits - 1
     if symmetric:
-        largest = scales.BFLOAT16_MAX / top
-        if bits == 1:
-            scale = absmax if seed is not None else _mean_size(x, absmax, size, axis)
-        elif bits == 8 or seed is not None:
-            scale = absmax * np.float32(1 / (top - 1))
-        else:
-            scale = jnp.where(high > -low, high, low) / -top
-        scale = jnp.where(finite, scale, jnp.nan)
-        used, stored = scales.store(scale, bits=scale_bits, largest=largest)
-        position, zero, lows = scales.ratio(x, used), top, None
+        extreme = jnp.where(high > -low, high, low)
+        mean = None
+        if bits == 1 and seed is None:
+            mean = _mean_size(x, jnp.abs(extreme), size, axis)
+        of = levels.symmetric_levels(
+            extreme,
+            finite,
+            bits=bits,
+            scale_bits=scale_bits,
+            stochastic=seed is not None,
+            mean=mean,
+        )
     else:
-        # In halves: the width of a group can be above float32's largest number.
-        largest = min(scales.BFLOAT16_MAX, scales.BFLOAT16_MAX / width * 2)
-        low = scales.down(low)
-        scale = (high / 2 - low / 2) * np.float32(2 / width)
-        scale = jnp.where(finite, scale, jnp.nan)
-        used, stored = scales.store(scale, bits=16, largest=largest)
-        position, zero = 2 * scales.ratio(x / 2 - low / 2, used), 0
-        lows = jnp.where(finite, low, jnp.nan).squeeze(axis).astype(jnp.bfloat16)
-    u = 0.5 if seed is None else uniform(x, seed, axis)
-    if symmetric and bits == 1:  # the levels are -1 and 1
-        code = (u * 2 - 1 < position).astype(jnp.float32)
-    elif seed is None:
-        code = jnp.round(position) + zero
-    else:
-        # Not position - code < u: XLA may fuse the product in it, and round elsewhere.
-        code = jnp.floor(position)
-        code += (code + u < position).astype(jnp.float32) + zero
-    code = jnp.clip(code, 0, width).astype(jnp.uint8)
+        of = levels.asymmetric_levels(low, high, finite, bits=bits)
+    u = None if seed is None else uniform(x, seed, axis)
+    code = levels.code(x, of, u, bits=bits).astype(jnp.uint8)
     packed = bits_reference.pack(code, bits=bits, axis=axis)
-    return join_groups(packed, axis=axis), stored.squeeze(axis), lows
+    lows = None if of.lows is None else of.lows.squeeze(axis)
+    return join_groups(packed, axis=axis), of.scales.squeeze(axis), lows
 
 
 def dequantize(
@@ -163,16 +138,12 @@ def dequantize(
     """The inverse, as ``dtype[..., size, ...]``."""
     codes = split_groups(codes, group=group * bits // 8, axis=axis)
     codes = bits_reference.unpack(codes, bits=bits, axis=axis)
-    code = codes.astype(jnp.float32)
     scale = jnp.expand_dims(scales.load(stored), axis)
-    if lows is None:
-        x = (2 * code - 1 if bits == 1 else code - 2 ** (bits - 1)) * scale
-    else:
-        low = jnp.expand_dims(lows.astype(jnp.float32), axis)
-        half = low / 2 + code * (scale / 2)
-        x = jnp.clip(half, -_MAX / 2, _MAX / 2) * 2
+    if lows is not None:
+        lows = jnp.expand_dims(lows.astype(jnp.float32), axis)
     # Cast first: whatever of this reaches memory is then no larger than x.
-    return join_groups(saturated(x, dtype), size=size, axis=axis)
+    x = levels.value(codes, scale, lows, bits=bits, dtype=dtype)
+    return join_groups(x, size=size, axis=axis)
 
 
 def _mean_size(x: jax.Array, absmax: jax.Array, size: int, axis: int) -> jax.Array:

@@ -6,6 +6,7 @@ stored number, and XLA may drop a pair of casts to bfloat16 and back.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 BFLOAT16_MAX = float(jnp.finfo(jnp.bfloat16).max)
 SMALLEST = 2.0**-125  # its half is a normal number
@@ -47,23 +48,29 @@ def store(
     return used, jnp.where(jnp.isnan(scale), jnp.nan, used).astype(jnp.bfloat16)
 
 
-def ratio(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """``x / scale`` with one reciprocal for each scale; 0 where that is 0.
+def inverse(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``factor`` and ``1 / (scale factor)``: one division a scale; 0 where that is 0.
 
     XLA divides so by what is broadcast, but may do it or not. Large scales by way of
     their quarter: the reciprocal of 2^127 is below the normal numbers, where XLA has 0.
     (By a factor that is no constant: XLA would move a constant into the reciprocal.)
     """
-    factor = jnp.where(jnp.abs(scale) > 1, 0.25, 1.0)
-    inverse = jnp.where(scale == 0, 0.0, 1 / (scale * factor))
-    return x * factor * inverse
+    factor = jnp.where(jnp.abs(scale) > 1, np.float32(0.25), np.float32(1.0))
+    return factor, jnp.where(scale == 0, np.float32(0.0), 1 / (scale * factor))
+
+
+def ratio(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """``x / scale``."""
+    factor, inverted = inverse(scale)
+    return x * factor * inverted
 
 
 def load(stored: jax.Array) -> jax.Array:
     """float32 again."""
     if stored.dtype != jnp.uint8:
         return stored.astype(jnp.float32)
-    code = (stored & 127).astype(jnp.int32)
+    stored = stored.astype(jnp.int32)
+    code = stored & 127
     quarters = code - 1 + _LOWEST
     mantissa = sum(
         jnp.where(quarters & 3 == k, jnp.int32(_MANTISSA[k]), 0) for k in (1, 2, 3)

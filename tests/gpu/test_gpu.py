@@ -76,6 +76,37 @@ def test_codec_is_the_cpus():
         assert differ.mean() < 1e-3, differ.mean()
 
 
+def test_kernels_are_xlas():
+    """The same bits at full size, tails and noise included; products to float32's."""
+    if jax.default_backend() != "gpu":
+        print("not checked: the kernels need a GPU; tests/kernels interprets them")
+        return
+    from jaxcompact.kernels import choice
+
+    codecs = [jc.Quantized(bits) for bits in (2, 4, 8)]
+    codecs += [jc.Quantized(4, stochastic=True), jc.Quantized(4, symmetric=False)]
+    for codec, dtype in ((c, d) for c in codecs for d in ("bfloat16", "float32")):
+        for shape in ((128, 256, 1024), (8, 1000, 2752), (4, 24, 11008)):
+            x = jax.random.normal(jax.random.key(0), shape, dtype)
+            ways = []
+            for way in ("mosaic_gpu", "xla"):
+                with choice.using(way):
+                    encoded = jax.jit(lambda x, c=codec: c.encode(x))(x)
+                    y = jax.jit(lambda e, c=codec: c.decode(e))(encoded)
+                    dy = x[..., :256].astype(jnp.bfloat16)
+                    dw = jax.jit(
+                        lambda e, dy, c=codec: c.weight_gradient(
+                            e, dy.astype(e.dtype), preferred_element_type=jnp.float32
+                        )
+                    )(encoded, dy)
+                ways.append((encoded, y, dw))
+            (encoded, y, dw), expected = ways
+            jax.tree.map(np.testing.assert_array_equal, (encoded, y), expected[:2])
+            # XLA's products of float32 matrices are TensorFloat32's by default.
+            bound = 1e-5 if dtype == "bfloat16" else 1e-3
+            assert relative(dw, expected[2]) < bound, (codec, dtype, shape)
+
+
 def training(method, dtype="float32"):
     from configs import MODELS
     from training import Training

@@ -1,10 +1,12 @@
 """Packing: where each code's bits lie, and that they come back."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxcompact.kernels.bits.reference import pack, unit, unpack
+from tests.kernels.machine_code import compiled
 
 BITS = [1, 2, 3, 4, 8]
 
@@ -39,3 +41,15 @@ def test_first_codes_lie_in_the_low_bits(bits, codes, expected):
 @pytest.mark.parametrize(("bits", "codes"), [(1, 8), (2, 4), (3, 8), (4, 2), (8, 1)])
 def test_unit_is_the_least_number_of_codes_in_whole_bytes(bits, codes):
     assert unit(bits) == codes
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+def test_xla_packs_in_one_kernel(bits):
+    """Each byte is read and written once: what a kernel of our own would do."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    codes = jax.ShapeDtypeStruct((4096, 1024), jnp.uint8)
+    packed = jax.ShapeDtypeStruct((4096, 128 * bits), jnp.uint8)
+    for fun, x in ((pack, codes), (unpack, packed)):
+        program = compiled(lambda x, f=fun: f(x, bits=bits), x).split("ENTRY")[1]
+        assert program.count(" fusion(") == 1
+        assert "kernel" not in program and "copy(" not in program

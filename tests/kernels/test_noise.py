@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxcompact.kernels.quantize.noise import mix, uniform
+from jaxcompact.kernels.quantize.reference import quantize
 
 GROUPS, GROUP = 4096, 64
 N = GROUPS * GROUP
@@ -86,6 +87,18 @@ def test_same_data_and_seed_give_the_same_noise_along_any_axis():
     assert abs(a.mean() - 0.5) < 5 / np.sqrt(12 * N)
     assert abs(correlation(a[:, 1:], a[:, :-1])) < 5 / np.sqrt(N * 511 / 512)
     assert abs(correlation(a[..., 1:], a[..., :-1])) < 5 / np.sqrt(N * 63 / 64)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_compiled_rounding_is_the_eager_one(bits):
+    """XLA must not take the rounding apart: some releases fold constants of floats."""
+    x = jax.random.normal(jax.random.key(6), (16, 128))
+    for seed in (None, 3):
+
+        def codes(x, seed=seed):
+            return quantize(x, bits=bits, group=64, seed=seed)[0]
+
+        np.testing.assert_array_equal(jax.jit(codes)(x), codes(x))
 
 
 def test_every_bit_moves_half_of_the_others():

@@ -1,0 +1,131 @@
+"""Group quantization: by a kernel where that is the fastest, else by XLA."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.quantize import reference
+from jaxcompact.kernels.quantize.noise import mixed_seed
+
+_FOLDER = Path(__file__).parent
+
+
+def quantize(
+    x: jax.Array,
+    *,
+    bits: int,
+    group: int,
+    axis: int = -1,
+    symmetric: bool = True,
+    scale_bits: int = 16,
+    seed: int | jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Codes, scales and lows of ``x``: the bits that `reference.quantize` gives.
+
+    Memory: reads x once and writes what is stored; nothing of x's size in between.
+
+    Raises ValueError for an implementation that does not exist, NotImplementedError
+    where the one that is asked for by name can't run.
+
+    >>> codes, scales, _ = quantize(jnp.ones((2, 128)), bits=4, group=64)
+    >>> codes.shape, scales.shape
+    ((2, 64), (2, 2))
+    """
+    config = _config("quantize", x.shape, x.dtype, axis, implementation, bits, group)
+    fields = {"bits": bits, "group": group, "symmetric": symmetric}
+    fields["scale_bits"] = scale_bits
+    if config is None:
+        return reference.quantize(x, axis=axis, seed=seed, **fields)
+
+    def kernel(x, seed):
+        from jaxcompact.kernels.quantize import mosaic_gpu
+
+        seed = None if seed is None else mixed_seed(seed)
+        codes, *of = mosaic_gpu.quantize(_rows(x), seed, **fields, **config)
+        rows = x.shape[:-1]
+        stored = (None if a is None else a.T.reshape(*rows, -1) for a in of)
+        return codes.reshape(*rows, -1), *stored
+
+    if seed is None:
+        return _batched_in_rows(lambda x: kernel(x, None))(x)
+    # Noise is of an entry's place in its own example, which the kernel does not know.
+    run = jax.custom_batching.custom_vmap(kernel)
+    run.def_vmap(_by(lambda x, seed: reference.quantize(x, seed=seed, **fields)))
+    seed = jnp.uint32(seed % 2**32 if isinstance(seed, int) else seed)
+    return run(x, seed)
+
+
+def dequantize(
+    codes: jax.Array,
+    stored: jax.Array,
+    lows: jax.Array | None,
+    *,
+    bits: int,
+    group: int,
+    size: int,
+    axis: int = -1,
+    dtype: jnp.dtype,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The inverse, as ``dtype[..., size, ...]``: `reference.dequantize`'s bits.
+
+    Memory and errors: as `quantize`.
+    """
+    shape = (*codes.shape[:-1], size)
+    config = _config("dequantize", shape, dtype, axis, implementation, bits, group)
+    fields = {"bits": bits, "group": group, "size": size, "dtype": dtype}
+    if config is None:
+        return reference.dequantize(codes, stored, lows, axis=axis, **fields)
+
+    def kernel(codes, *of):
+        from jaxcompact.kernels.quantize import mosaic_gpu
+
+        scales, low = [*(_rows(a).T for a in of), None][:2]
+        x = mosaic_gpu.dequantize(_rows(codes), scales, low, **fields, **config)
+        return x.reshape(*codes.shape[:-1], size)
+
+    return _batched_in_rows(kernel)(codes, stored, *([] if lows is None else [lows]))
+
+
+def _config(op, shape, dtype, axis, implementation, bits, group) -> dict | None:
+    if implementation == "xla":  # no need of Pallas
+        return None
+    from jaxcompact.kernels.quantize import mosaic_gpu
+
+    broken = mosaic_gpu.broken_rule(shape, dtype, bits=bits, group=group)
+    if axis != -1:
+        broken = f"axis must be -1, got {axis}"
+    return choice.chosen(op, _FOLDER, implementation, broken)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _batched_in_rows(kernel: Callable) -> Callable:
+    """The kernel, of which more examples are more rows."""
+    run = jax.custom_batching.custom_vmap(kernel)
+
+    @run.def_vmap
+    def _(size, batched, *args):
+        assert all(batched), "arrays of one encoded tensor are batched together"
+        out = _batched_in_rows(kernel)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run
+
+
+def _by(reference: Callable) -> Callable:
+    """A rule of vmap that takes the reference."""
+
+    def rule(size, batched, *args):
+        axes = [0 if b else None for b in batched]
+        out = jax.vmap(reference, axes, axis_size=size)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return rule

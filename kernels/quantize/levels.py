@@ -1,0 +1,119 @@
+"""What a group stores, and which code an entry gets: number by number, in any shape.
+
+The reference and the kernels are made of these, so that their bits are the same. A
+product that is added to goes through a comparison first: fused or not, it rounds alike.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcompact.kernels.quantize import scales
+
+_MAX = float(np.finfo(np.float32).max)
+# 1.5 * 2^23: float32 numbers around it are integers, so that adding it rounds to one,
+# half to even, which the lower bits are. No conversion: those are slow.
+_INTEGERS = 12582912.0
+
+
+class Levels(NamedTuple):
+    """Of groups.
+
+    Attributes:
+        scales: as stored; NaN where a group is not finite.
+        lows: as stored, bfloat16; None if symmetric.
+        factor, inverse: an entry's place among the codes is ``x * factor * inverse``.
+        low: float32, is subtracted from x before; None if symmetric.
+    """
+
+    scales: jax.Array
+    lows: jax.Array | None
+    factor: jax.Array
+    inverse: jax.Array
+    low: jax.Array | None
+
+
+def symmetric_levels(
+    extreme: jax.Array,
+    finite: jax.Array,
+    *,
+    bits: int,
+    scale_bits: int,
+    stochastic: bool,
+    mean: jax.Array | None = None,
+) -> Levels:
+    """``extreme``: the value furthest from zero, of two the negative; ``mean`` |x|."""
+    top = 2 ** (bits - 1)
+    if bits == 1:
+        scale = jnp.abs(extreme) if stochastic else mean
+    elif bits == 8 or stochastic:
+        scale = jnp.abs(extreme) * np.float32(1 / (top - 1))
+    else:
+        scale = extreme * np.float32(-1 / top)
+    scale = jnp.where(finite, scale, np.float32(np.nan))
+    largest = scales.BFLOAT16_MAX / top
+    used, stored = scales.store(scale, bits=scale_bits, largest=largest)
+    return Levels(stored, None, *scales.inverse(used), None)
+
+
+def asymmetric_levels(
+    low: jax.Array, high: jax.Array, finite: jax.Array, *, bits: int
+) -> Levels:
+    # In halves: the width of a group can be above float32's largest number.
+    width = 2**bits - 1
+    largest = min(scales.BFLOAT16_MAX, scales.BFLOAT16_MAX / width * 2)
+    low = scales.down(low)
+    scale = (high * 0.5 - low * 0.5) * np.float32(2 / width)
+    scale = jnp.where(finite, scale, np.float32(np.nan))
+    used, stored = scales.store(scale, bits=16, largest=largest)
+    lows = jnp.where(finite, low, np.float32(np.nan)).astype(jnp.bfloat16)
+    return Levels(stored, lows, *scales.inverse(used), low)
+
+
+def code(x: jax.Array, of: Levels, u: jax.Array | None, *, bits: int) -> jax.Array:
+    """int32 codes of ``x``; rounded up where ``u``, noise in ``[0, 1)``, says so."""
+    symmetric = of.low is None
+    if symmetric:
+        position = x * of.factor * of.inverse
+    else:
+        position = 2 * ((x * 0.5 - of.low * 0.5) * of.factor * of.inverse)
+    if bits == 1 and symmetric:  # the levels are -1 and 1
+        return ((0.5 if u is None else u) * 2 - 1 < position).astype(jnp.int32)
+    zero = 2 ** (bits - 1) if symmetric else 0
+    position = jnp.clip(position, float(-zero), float(2**bits - 1 - zero))
+    if u is not None:
+        # Not by adding and subtracting: XLA may take that for nothing.
+        floor = jnp.round(position)
+        floor -= (floor > position).astype(jnp.float32)
+        position = floor + (floor + u < position).astype(jnp.float32)
+    rounded = position + np.float32(_INTEGERS)
+    bias = np.float32(_INTEGERS).view(np.int32) - zero
+    return jax.lax.bitcast_convert_type(rounded, jnp.int32) - np.int32(bias)
+
+
+def value(
+    code: jax.Array, scale: jax.Array, low: jax.Array | None, *, bits: int, dtype
+) -> jax.Array:
+    """The inverse, as ``dtype``; ``scale`` and ``low`` float32."""
+    bits_of = code.astype(jnp.int32) | np.float32(2.0**23).view(np.int32)
+    number = jax.lax.bitcast_convert_type(bits_of, jnp.float32)
+    if low is None:
+        if bits == 1:
+            x = (2 * (number - 2.0**23) - 1) * scale
+        else:
+            x = (number - (2.0**23 + 2 ** (bits - 1))) * scale
+        # Never above bfloat16's largest number: `symmetric_levels` sees to it.
+        return x.astype(dtype) if jnp.finfo(dtype).maxexp > 16 else saturated(x, dtype)
+    half = low * 0.5 + (number - 2.0**23) * (scale * 0.5)
+    return saturated(jnp.clip(half, -_MAX / 2, _MAX / 2) * 2, dtype)
+
+
+def saturated(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Cast; finite values beyond the dtype's range become its largest."""
+    info = jnp.finfo(dtype)
+    if info.bits > 32:
+        return x.astype(dtype)
+    clipped = jnp.clip(x, float(info.min), float(info.max))
+    return jnp.where(jnp.abs(x) == np.inf, x, clipped).astype(dtype)

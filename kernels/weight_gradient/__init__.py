@@ -1,0 +1,1 @@
+"""The gradient of a weight from the encoded input of its product."""

@@ -1,0 +1,91 @@
+"""The gradient of a weight from codes: by a kernel where that is the fastest."""
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.weight_gradient import reference
+
+_FOLDER = Path(__file__).parent
+
+
+def weight_gradient(
+    codes: jax.Array,
+    stored: jax.Array,
+    lows: jax.Array | None,
+    dy: jax.Array,
+    *,
+    bits: int,
+    group: int,
+    size: int,
+    dtype: jnp.dtype,
+    preferred_element_type: jnp.dtype,
+    precision: jax.lax.PrecisionLike = None,
+    out_sharding: jax.sharding.Sharding | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """``dW = decode(x)^T dy``, ``[size, m]``, for an x quantized along its last axis.
+
+    The kernel's products are of 16-bit numbers with sums in float32, as the tensor core
+    makes them; XLA's are those of `jax.lax.dot_general`, whose arguments the last ones
+    are. Sums differ in their order alone.
+
+    Memory: the kernel never stores the decoded x; XLA's holds it for a moment.
+
+    Raises ValueError for an implementation that does not exist, NotImplementedError
+    where the one that is asked for by name can't run.
+    """
+    fields = {"bits": bits, "group": group, "size": size, "dtype": dtype}
+    product = {
+        "preferred_element_type": preferred_element_type,
+        "precision": precision,
+        "out_sharding": out_sharding,
+    }
+
+    def run(codes, stored, dy):
+        from jaxcompact.kernels.weight_gradient import mosaic_gpu
+
+        tokens = math.prod(dy.shape[:-1])
+        codes, stored, dy = (
+            a.reshape(tokens, a.shape[-1]) for a in (codes, stored, dy)
+        )
+        sums = mosaic_gpu.weight_gradient(
+            codes, stored.T, dy, bits=bits, size=size, **config
+        )
+        return sums.sum(0).astype(preferred_element_type)
+
+    config = _config(implementation, codes, lows, dy, bits, group, size, dtype)
+    if config is None:
+        return reference.weight_gradient(codes, stored, lows, dy, **fields, **product)
+    kernel = jax.custom_batching.custom_vmap(run)
+
+    @kernel.def_vmap
+    def _(size, batched, *args):
+        # One example after another: each has a weight of its own.
+        args = [
+            a if b else jnp.broadcast_to(a, (size, *a.shape))
+            for a, b in zip(args, batched, strict=True)
+        ]
+        return jax.lax.map(lambda a: kernel(*a), args), True
+
+    return kernel(codes, stored, dy)
+
+
+def _config(implementation, codes, lows, dy, bits, group, size, dtype) -> dict | None:
+    if implementation == "xla":  # no need of Pallas
+        return None
+    from jaxcompact.kernels.weight_gradient import mosaic_gpu
+
+    broken = mosaic_gpu.broken_rule(
+        codes, lows, dy, bits=bits, group=group, size=size, dtype=dtype
+    )
+    config = choice.chosen("weight_gradient", _FOLDER, implementation, broken)
+    if config is None:
+        return None
+    # As many blocks as multiprocessors, of which Hopper's cards have 132.
+    blocks = -(-size // 128) * -(-dy.shape[-1] // config["columns"])
+    tokens = math.prod(dy.shape[:-1])
+    return config | {"splits": max(1, min(132 // blocks, tokens // 1024))}

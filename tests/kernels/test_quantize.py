@@ -1,0 +1,213 @@
+"""The kernels against the reference: the same bits. Compiled for a card: no spills."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcompact as jc
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.quantize import api, reference
+from tests.kernels.machine_code import compiled, kernels_in, resources
+
+KERNEL = {"implementation": "mosaic_gpu"}
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
+# Fields, dtype and shape: whole blocks, tails of rows and of groups, several blocks.
+CASES = {
+    "4 bits": ({"bits": 4}, "bfloat16", (64, 256)),
+    "8 bits, 8-bit scales, tails": (
+        {"bits": 8, "scale_bits": 8},
+        "bfloat16",
+        (72, 320),
+    ),
+    "2 bits, float32": ({"bits": 2}, "float32", (64, 192)),
+    "stochastic, tails": ({"bits": 4, "seed": 5}, "bfloat16", (136, 320)),
+    "asymmetric, float16": ({"bits": 4, "symmetric": False}, "float16", (64, 128)),
+    "asymmetric, stochastic": (
+        {"bits": 8, "symmetric": False, "seed": 3},
+        "float32",
+        (64, 128),
+    ),
+    "2 bits, asymmetric": ({"bits": 2, "symmetric": False}, "bfloat16", (8, 128)),
+    "groups of 128": ({"bits": 4, "group": 128}, "bfloat16", (64, 640)),
+    "leading axes": ({"bits": 4}, "bfloat16", (2, 4, 8, 128)),
+}
+
+
+def case(name: str):
+    fields, dtype, shape = CASES[name]
+    return {"group": 64} | fields, jnp.dtype(dtype), shape
+
+
+def decoding(fields: dict, dtype, shape) -> dict:
+    kept = {k: v for k, v in fields.items() if k in ("bits", "group")}
+    return kept | {"size": shape[-1], "dtype": dtype}
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        x, y = (np.asarray(v, np.float32) for v in (x, y))
+        np.testing.assert_array_equal(x, y)
+
+
+def data(shape, dtype) -> jax.Array:
+    """Groups of every size, of zeros, of one value, and with a value of 3e38."""
+    x = jax.random.normal(jax.random.key(0), shape)
+    x *= jnp.exp(4 * jax.random.normal(jax.random.key(1), (*shape[:-1], 1)))
+    x = x.at[..., 1, :64].set(0.0).at[..., 2, :64].set(-3.0)
+    if dtype != jnp.float16:
+        x = x.at[..., 3, 5].set(3e38)
+    return x.astype(dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_the_references(name):
+    """Interpreted, with detection of races."""
+    fields, dtype, shape = case(name)
+    x = data(shape, dtype)
+    expected = jax.jit(lambda x: reference.quantize(x, **fields))(x)
+    decoded = decoding(fields, dtype, shape)
+    with plgpu.force_gpu_interpret_mode(INTERPRETED):
+        found = api.quantize(x, **fields, **KERNEL)
+        same(found, expected)
+        x = api.dequantize(*found, **decoded, **KERNEL)
+    same(x, jax.jit(lambda *e: reference.dequantize(*e, **decoded))(*expected))
+
+
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_group_that_is_not_finite_decodes_to_nan(value, symmetric):
+    x = jnp.ones((8, 128), jnp.bfloat16).at[3, 70].set(value)
+    fields = {"bits": 4, "group": 64, "symmetric": symmetric}
+    with plgpu.force_gpu_interpret_mode(INTERPRETED):
+        found = api.quantize(x, **fields, **KERNEL)
+        x = api.dequantize(*found, **decoding(fields, x.dtype, x.shape), **KERNEL)
+    bad = np.zeros((8, 128), bool)
+    bad[3, 64:] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(x, np.float32)), bad)
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["nearest", "stochastic"])
+def test_vmap_and_scan(fields):
+    x = data((3, 16, 128), jnp.bfloat16)
+    fields = {"bits": 4, "group": 64} | fields
+    expected = jax.jit(jax.vmap(lambda x: reference.quantize(x, **fields)))(x)
+    decoded = decoding(fields, x.dtype, x.shape)
+
+    def through(x):
+        encoded = api.quantize(x, **fields, **KERNEL)
+        return encoded, api.dequantize(*encoded, **decoded, **KERNEL)
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        batched = jax.vmap(through)(x)
+        scanned = jax.lax.scan(lambda _, x: (None, through(x)), None, x)[1]
+    same(batched[0], expected)
+    same(scanned, batched)
+
+
+# A multiprocessor has 65536: 5 blocks of 128 threads with 96, 3 with 168.
+MOST_REGISTERS = {"nearest": 96, "stochastic": 168}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_for_hopper(name):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    fields, dtype, _ = case(name)
+    # A kernel that this process has compiled before would not be compiled again.
+    x = jax.ShapeDtypeStruct((32768 + 64 * list(CASES).index(name), 1024), dtype)
+
+    def through(x):
+        encoded = jax.lax.optimization_barrier(api.quantize(x, **fields, **KERNEL))
+        return api.dequantize(*encoded, **decoding(fields, dtype, x.shape), **KERNEL)
+
+    found = resources(through, x)
+    assert len(found) == 2
+    most = MOST_REGISTERS["stochastic" if "seed" in fields else "nearest"]
+    assert all(registers <= most and not spilled for registers, spilled in found), found
+
+
+def test_codecs_take_the_kernel():
+    """Once to encode, once to decode; else nothing of the tensor's size is written."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    codec = jc.Quantized(4)
+
+    def encode(x):
+        with choice.using("mosaic_gpu"):
+            return codec.encode(x)
+
+    def decode(encoded):
+        with choice.using("mosaic_gpu"):
+            return codec.decode(encoded)
+
+    x = jax.ShapeDtypeStruct((8, 512, 1024), jnp.bfloat16)
+    text = compiled(encode, x)
+    assert kernels_in(text) == 1
+    assert "bf16[4096,1024]" not in text.split("ENTRY")[0]  # no fusion works on it
+    assert kernels_in(compiled(decode, jax.eval_shape(codec.encode, x))) == 1
+
+
+def encoded_on(cards: int, *, by_hand: bool):
+    """4096 rows over some H200s; the number of kernels that encode them."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    kind = jax.sharding.AxisType.Auto
+    mesh = jax.sharding.AbstractMesh((cards,), ("data",), axis_types=(kind,))
+    rows = jax.P("data")
+    sharding = jax.NamedSharding(mesh, rows)
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=sharding)
+
+    def encode(x):
+        return jc.Quantized(4).encode(x)
+
+    if by_hand:
+        encode = jax.shard_map(encode, in_specs=rows, out_specs=rows, check_vma=False)
+    return kernels_in(compiled(encode, x))
+
+
+def test_where_no_card_was_measured_xla_is_taken():
+    assert encoded_on(1, by_hand=False) == 0
+
+
+def test_a_card_with_figures_takes_the_kernel_by_itself(monkeypatch):
+    """On one, and on each that a shard_map is over; XLA could not split the kernel."""
+    figures = {"default": {"groups": 4}, "NVIDIA H200": {"groups": 2}}
+    monkeypatch.setattr(choice, "_configs", lambda folder: {"quantize": figures})
+    assert encoded_on(1, by_hand=False) == 1
+    assert encoded_on(2, by_hand=False) == 0
+    assert encoded_on(2, by_hand=True) == 1
+    with choice.using("xla"):
+        assert encoded_on(1, by_hand=False) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"bits": 3}, "bits must be 2, 4 or 8, got 3"),
+        ({"group": 32}, "group must be 64, 128 or 256, got 32"),
+        ({"axis": -2}, "axis must be -1, got -2"),
+        ({"shape": (64, 100)}, "rows must be whole groups"),
+        ({"shape": (60, 64)}, "and multiples of 8"),
+        ({"shape": (0, 64)}, "rows must be"),
+        ({"shape": ()}, "rows must be"),
+        ({"dtype": "float64"}, "dtype must have 16 or 32 bits, got float64"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_take(change, rule):
+    shape = change.pop("shape", (64, 128))
+    with jax.enable_x64("float64" in change.values()):
+        x = jnp.zeros(shape, change.pop("dtype", "bfloat16"))
+    fields = {"bits": 4, "group": 64} | change
+    with pytest.raises(NotImplementedError, match=rule):
+        api.quantize(x, **fields, **KERNEL)
+    if shape:
+        with choice.using("mosaic_gpu"):  # where it can: here XLA's
+            same(api.quantize(x, **fields), reference.quantize(x, **fields))
+
+
+def test_unknown_implementation():
+    with pytest.raises(
+        ValueError, match="one of mosaic_gpu, xla or None, got 'triton'"
+    ):
+        api.quantize(jnp.ones((8, 64)), bits=4, group=64, implementation="triton")
