@@ -4,9 +4,12 @@
 #     PYTHONPATH=. benchmarks/gpu.sh [OUT]        OUT: a folder, benchmarks/results/gpu
 #
 # Needs jax, flax, optax, orbax and numpy; no network, no install. One JSON line a part
-# in OUT/step.jsonl, what was printed in OUT/PART.log. Without a GPU it runs at toy size,
-# so that it is known to work. PYTHON names the interpreter, COMMIT the commit where there
-# is no git; SECONDS_LEFT (520) is the whole time: parts that would not fit are said.
+# in OUT/step.jsonl and OUT/kernels.jsonl, what was printed in OUT/PART.log. What is there
+# of the same commit is not made again: called once more, it goes on where it was cut off.
+# Without a GPU it runs at toy size, so that it is known to work. PYTHON names the
+# interpreter, COMMIT the commit where there is no git; SECONDS_LEFT (520) is the whole
+# time: parts that would not fit are said. OUT/*.config.json are the kernels' figures for
+# this card: checked in as kernels/*/config.json they make it take the kernels.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
@@ -14,21 +17,35 @@ python=${PYTHON:-python3}
 end=$((SECONDS + ${SECONDS_LEFT:-520}))
 export PYTHONPATH=. PYTHONUNBUFFERED=1
 mkdir -p "$out"
-rm -f "$out"/step.jsonl "$out"/*.log
+commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
+if [ "$(cat "$out/commit" 2>/dev/null)" != "$commit" ]; then
+    rm -f "$out"/*.jsonl "$out"/*.log "$out"/*.done
+    echo "$commit" >"$out/commit"
+fi
 
 if "$python" -c 'import jax; raise SystemExit(jax.default_backend() != "gpu")'; then
-    size=(--model 350m --batch 128 --seq 256 --steps 15 --seconds 8)
+    small=(--model 350m --batch 128 --seq 256 --steps 15 --seconds 8)
+    large=(--model 1b --batch 32 --seq 1024 --steps 10 --seconds 10)
+    # The largest that fit the compiled program (docs/results.md), which have to run.
+    batches=(exact:305 remat_nothing:6099 int4:2298 compact_int4:2326)
+    train=(--model 60m --steps 300 --batch 64 --seq 256)
+    plans=(7.0GiB 20.6GiB)
     on_gpu=1
 else
     echo "no GPU: toy size"
+    small=(--model tiny --batch 4 --seq 64 --dtype float32 --steps 3 --seconds 5)
+    large=("${small[@]}")
+    batches=(int4:8)
+    train=(--model tiny --steps 4 --batch 2 --seq 32)
+    plans=()
     on_gpu=
-    size=(--model tiny --batch 4 --seq 64 --dtype float32 --steps 3 --seconds 5)
 fi
 
 failed=0
 limited() { # NAME SECONDS COMMAND...: within the time that is left
     local name=$1 most=$2 left=$((end - SECONDS))
     shift 2
+    [ -e "$out/$name.done" ] && return 0
     if [ "$left" -lt 20 ]; then
         echo "$name: not run, no time left"
         failed=1
@@ -36,6 +53,7 @@ limited() { # NAME SECONDS COMMAND...: within the time that is left
     fi
     if timeout "$((left < most ? left : most))" "$@" >"$out/$name.log" 2>&1; then
         echo "$name: done at $SECONDS s"
+        touch "$out/$name.done"
     else
         echo "$name: FAILED with status $?, see $out/$name.log"
         tail -n 3 "$out/$name.log"
@@ -47,30 +65,63 @@ limited() { # NAME SECONDS COMMAND...: within the time that is left
 step() { # NAME OPTIONS...: one row of step.jsonl
     local name=$1
     shift
-    if limited "$name" 90 "$python" benchmarks/step.py --part "$name" "${size[@]}" "$@"
-    then
+    [ -e "$out/$name.done" ] && return 0
+    if limited "$name" 120 "$python" benchmarks/step.py --part "$name" "$@"; then
         grep '^{' "$out/$name.log" >>"$out/step.jsonl"
     fi
 }
 
+of() { # NAME: the method's options
+    case $1 in
+    exact) echo "--method exact" ;;
+    remat_* | compact_remat_*) echo "--checkpoint ${1#*remat_}" ;;&
+    remat_*) echo "--method remat" ;;
+    compact_*) echo "--method compact --rank 0.25" ;;&
+    compact_remat_*) ;;
+    compact_*) echo "--checkpoint ${1#compact_}" ;;
+    compact) echo "--method compact --rank 0.25" ;;
+    galore) echo "--method galore --rank 0.25" ;;
+    *) echo "--method exact --checkpoint $1" ;;
+    esac
+}
+
 limited tests 170 "$python" tests/gpu/test_gpu.py
-step exact --method exact
-step remat_nothing --method remat --checkpoint nothing
-step remat_dots_no_batch --method remat --checkpoint dots_no_batch
-step compact --method compact --rank 0.25
-step compact_remat_nothing --method compact --rank 0.25 --checkpoint nothing
-step compact_remat_dots_no_batch --method compact --rank 0.25 --checkpoint dots_no_batch
-step int4 --method exact --checkpoint int4
-step compact_int4 --method compact --rank 0.25 --checkpoint int4
+if [ ! -e "$out/kernels.done" ] &&
+    limited kernels 200 "$python" benchmarks/kernels.py --json ${on_gpu:+--tune}; then
+    grep '^{' "$out/kernels.log" >"$out/kernels.jsonl"
+    for file in kernels/*/config.json; do
+        cp "$file" "$out/$(basename "$(dirname "$file")").config.json"
+    done
+fi
+for name in exact int4 remat_nothing remat_dots_no_batch compact compact_int4; do
+    # shellcheck disable=SC2046
+    step "$name" "${small[@]}" $(of "$name")
+    # shellcheck disable=SC2046
+    step "1b_$name" "${large[@]}" $(of "$name")
+done
 # The allocator's peak beside that of the compiled program: within 2 %.
 [ -z "$on_gpu" ] ||
     limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
-step int8 --method exact --checkpoint int8
-step int3 --method exact --checkpoint int3
-step offload --method exact --checkpoint offload
-step galore --method galore --rank 0.25
-step remat_dots --method remat --checkpoint dots
-step compact_half_4bit --method compact --rank 0.5 --bits 4
-step compact_countsketch --method compact --rank 0.25 --kind countsketch
+for method in exact compact; do
+    limited "train_$method" 150 "$python" train/pretrain.py --method "$method" \
+        "${train[@]}" --out "$out/train"
+done
+limited train_int4 150 "$python" train/pretrain.py --method exact --checkpoint int4 \
+    "${train[@]}" --out "$out/train"
+if [ ${#plans[@]} -gt 0 ]; then # at full recomputation's peaks
+    step plan "${small[@]}" --plan "${plans[0]}"
+    step 1b_plan "${large[@]}" --plan "${plans[1]}"
+fi
+for pair in "${batches[@]}"; do
+    # shellcheck disable=SC2046
+    step "largest_${pair%:*}" "${small[@]}" $(of "${pair%:*}") \
+        --batch "${pair#*:}" --steps 3
+done
+for name in int8 int3 int2 offload galore remat_dots compact_remat_nothing; do
+    # shellcheck disable=SC2046
+    step "$name" "${small[@]}" $(of "$name")
+done
+step compact_half_4bit "${small[@]}" --method compact --rank 0.5 --bits 4
+step compact_countsketch "${small[@]}" --method compact --rank 0.25 --kind countsketch
 "$python" benchmarks/table.py "$out/step.jsonl"
 exit "$failed"

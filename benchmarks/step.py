@@ -24,6 +24,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 
+import jaxcompact as jc  # noqa: E402
 from configs import MODELS  # noqa: E402
 from methods import Method  # noqa: E402
 from training import Training  # noqa: E402
@@ -40,6 +41,7 @@ def main() -> None:
         "model": arguments.model,
         "batch": arguments.batch,
         "seq": arguments.seq,
+        "plan": arguments.plan,
         "dtype": arguments.dtype,
         **measure(method, arguments),
         **provenance(),
@@ -61,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", help="of compute and parameters")
+    parser.add_argument("--plan", metavar="BUDGET", help="by jc.plan_step, as 7GiB")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30, help="timing ends here")
     return parser.parse_args()
@@ -68,14 +71,26 @@ def parse() -> argparse.Namespace:
 
 def measure(method: Method, arguments: argparse.Namespace) -> dict:
     dtype = jnp.dtype(arguments.dtype)
-    training = Training(
-        MODELS[arguments.model],
-        method,
-        optax.constant_schedule(1e-4),
-        dtype=dtype,
-        param_dtype=dtype,
-    )
     shape = (1, arguments.batch, arguments.seq + 1)
+
+    def training_under(policy):
+        cfg = MODELS[arguments.model]
+        cfg = dataclasses.replace(cfg, max_seq=max(arguments.seq, cfg.max_seq))
+        schedule = optax.constant_schedule(1e-4)
+        return Training(
+            cfg, method, schedule, dtype=dtype, param_dtype=dtype, policy=policy
+        )
+
+    def make_step(policy):
+        training = training_under(policy)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.jit(training.step, donate_argnums=0), (training.abstract, tokens)
+
+    plan = None
+    if arguments.plan:
+        layers = MODELS[arguments.model].layers
+        plan = jc.plan_step(make_step, layers=layers, budget=arguments.plan)
+    training = training_under(plan)
     vocabulary = MODELS[arguments.model].vocab_size
     tokens = jax.random.randint(jax.random.key(1), shape, 0, vocabulary)
 
