@@ -26,7 +26,10 @@ _UNFINISHED = ".unfinished"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be resumed from; the message names one that can."""
+    """A checkpoint that cannot be written, or not be resumed from.
+
+    The message names one that can be resumed from.
+    """
 
 
 class Checkpoints:
@@ -56,7 +59,8 @@ class Checkpoints:
     def save(self, step: int, state: Any) -> None:
         """Writes a pytree of arrays in the background; they may be donated at once.
 
-        Waits for the checkpoint before, and raises what its writing raised.
+        Waits for the checkpoint before, and raises CheckpointError if its writing
+        failed.
         """
         self.wait()
         unfinished = self.folder / f"{step}{_UNFINISHED}"
@@ -117,12 +121,17 @@ class Checkpoints:
         return self.folder / str(step)
 
     def _finish(self, unfinished: Path, step: int, leaves: dict, response) -> None:
-        response.result()
-        seal = {"step": step, "leaves": leaves, "files": _files(unfinished)}
-        (unfinished / "seal.json").write_text(json.dumps(seal, indent=1))
-        unfinished.rename(self._path(step))
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self._path(old))
+        try:
+            response.result()
+            seal = {"step": step, "leaves": leaves, "files": _files(unfinished)}
+            (unfinished / "seal.json").write_text(json.dumps(seal, indent=1))
+            unfinished.rename(self._path(step))
+            for old in self.steps()[: -self.keep]:
+                shutil.rmtree(self._path(old))
+        except Exception as error:  # TensorStore raises its own for a full disk
+            raise CheckpointError(
+                f"checkpoint {self._path(step)} could not be written: {error}"
+            ) from error
 
     def _fault(self, step: int, abstract: Any) -> str | None:
         """What is wrong with a checkpoint, None if nothing is."""

@@ -16,7 +16,8 @@ _COLORS = {
 def plot(out: Path) -> Path | None:
     """Draws every ``out/*/metrics.jsonl``; None without matplotlib or anything to draw.
 
-    Faint, the loss of each training batch; with dots, the validation loss.
+    Faint, the loss of each training batch, with a tick below where there was a new
+    projection; with dots, the validation loss.
     """
     try:
         figures = importlib.import_module("matplotlib.figure")
@@ -38,6 +39,8 @@ def plot(out: Path) -> Path | None:
             (row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row
         ]
         axes.plot(*_columns(train), color=color, alpha=0.25, linewidth=0.8)
+        for step in new_projections(rows):
+            axes.axvline(step, ymax=0.02, color=color, linewidth=0.8)
         label = f"{name}  {valid[-1][1]:.3f}" if valid else name
         axes.plot(
             *_columns(valid),
@@ -59,6 +62,17 @@ def plot(out: Path) -> Path | None:
     path = out / "curves.png"
     figure.savefig(path, dpi=150)
     return path
+
+
+def new_projections(rows: list[dict]) -> list[int]:
+    """The steps of which the projection is not that of the step before.
+
+    >>> new_projections([{"step": n, "projection": n // 3} for n in range(1, 8)])
+    [3, 6]
+    """
+    rows = [row for row in rows if "projection" in row]
+    pairs = zip(rows, rows[1:], strict=False)
+    return [b["step"] for a, b in pairs if a["projection"] != b["projection"]]
 
 
 def _columns(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:

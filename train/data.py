@@ -125,7 +125,12 @@ class Dataset:
         self, tokens: np.memmap, start_b: np.ndarray, seq_len: int
     ) -> np.ndarray:
         position_bt = start_b[:, None] + np.arange(seq_len + 1)[None, :]
-        return tokens[position_bt % len(tokens)].astype(np.int32)
+        # Before reading, as a page that is gone kills the process without a word;
+        # after it, as the rest of a page that was cut is read as zeros.
+        _require_whole(tokens)
+        window_bt = tokens[position_bt % len(tokens)].astype(np.int32)
+        _require_whole(tokens)
+        return window_bt
 
 
 def prepare(
@@ -142,7 +147,8 @@ def prepare(
     cache folder cannot be used.
     """
     corpus = open_corpus(source)
-    key = [_FORMAT, corpus.identity(), fingerprint(tokenizer_spec), max_tokens]
+    identity = corpus.identity()
+    key = [_FORMAT, identity, fingerprint(tokenizer_spec), max_tokens]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     cache = Path(cache_dir or _default_cache_dir())
     folder = cache / digest
@@ -152,6 +158,8 @@ def prepare(
         try:
             building.mkdir(parents=True)
             _write(corpus, tokenizer_spec, building, max_tokens)
+            if corpus.identity() != identity:
+                raise DataError(f"{corpus.name}: changed while it was read")
             building.rename(folder)
         except OSError as error:
             if not folder.exists():  # else another process was faster: its work is ours
@@ -267,12 +275,32 @@ def _nothing(name: str, tally: Tally, split: Split) -> str:
 
 def _load(folder: Path) -> Dataset:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    report = Report(**meta["report"])
     return Dataset(
-        train=np.memmap(folder / "train.bin", meta["dtype"], mode="r"),
-        valid=np.memmap(folder / "valid.bin", meta["dtype"], mode="r"),
+        train=_tokens(folder / "train.bin", meta["dtype"], report.train_tokens),
+        valid=_tokens(folder / "valid.bin", meta["dtype"], report.valid_tokens),
         tokenizer=load_saved(folder),
-        report=Report(**meta["report"]),
+        report=report,
     )
+
+
+def _tokens(path: Path, dtype: str, count: int) -> np.memmap:
+    found = path.stat().st_size // np.dtype(dtype).itemsize
+    if found != count:
+        raise DataError(
+            f"{path} holds {found} tokens and must hold {count}: remove {path.parent}, "
+            f"and it is made again"
+        )
+    return np.memmap(path, dtype, mode="r")
+
+
+def _require_whole(tokens: np.memmap) -> None:
+    found = tokens.base.size()  # of the file, which may have another name by now
+    if found < tokens.nbytes:
+        raise DataError(
+            f"{tokens.filename} has shrunk to {found} bytes of {tokens.nbytes}: remove "
+            f"{Path(tokens.filename).parent}, and it is made again"
+        )
 
 
 def _default_cache_dir() -> Path:

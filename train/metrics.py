@@ -23,8 +23,10 @@ class Log:
     """The record of one run, step by step. A context manager.
 
     A row of metrics.jsonl holds what was measured at its step: of every step the loss,
-    the gradient's norm and the learning rate; at each ``every``-th, which also makes a
-    line of text, the speed and the memory; after an evaluation the validation loss.
+    the gradient's norm and the learning rate, and with a subspace the number of its
+    projection; at each ``every``-th, which also makes a line of text, the speed and the
+    memory; after an evaluation the validation loss. Numbers that are not finite are
+    left out; the row of a step that was skipped for one says how many in a row were.
     Rows after ``start``, of a run that went on longer than its checkpoint, are dropped.
 
     Args:
@@ -33,22 +35,35 @@ class Log:
         steps: of the whole run.
         every: steps between two lines.
         tokens: that a step reads.
+        max_skipped: steps in a row that may be without an update.
     """
 
     def __init__(
-        self, folder: Path, *, start: int, steps: int, every: int, tokens: int
+        self,
+        folder: Path,
+        *,
+        start: int,
+        steps: int,
+        every: int,
+        tokens: int,
+        max_skipped: int = 0,
     ):
         self.steps, self.every, self.tokens = steps, every, tokens
+        self.max_skipped = max_skipped
         self.speed: float | None = None  # tokens a second, all lines so far together
         self._done, self._seconds = 0, 0.0  # steps and time behind `speed`
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
         self._losses: list[float] = []  # since the last line
+        self._steps = 0  # since the last line
         self._since = time.perf_counter()
         self._bar = _Bar(steps) if sys.stdout.isatty() else None
         path = folder / "metrics.jsonl"
-        kept = [json.dumps(row) + "\n" for row in read(path) if row["step"] <= start]
+        kept = [row for row in read(path) if row["step"] <= start]
+        trained = [row for row in kept if "valid_loss" not in row]
+        self._skipped = trained[-1].get("skipped", 0) if trained else 0  # in a row
         shortened = path.with_suffix(".new")
-        shortened.write_text("".join(kept), encoding="utf-8")
+        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        shortened.write_text(lines, encoding="utf-8")
         shortened.replace(path)
         self._file = path.open("a", encoding="utf-8")
         self._board = _tensorboard(folder, start)
@@ -67,7 +82,7 @@ class Log:
         """Takes note of a step that was dispatched; waits for the one before it.
 
         So the device has its next step while the host fetches numbers and writes.
-        Raises NotFinite, one call late, or at `flush`.
+        Raises NotFinite, after too many skipped steps; one call late, or at `flush`.
         """
         pending, self._pending = self._pending, (step, measured)
         if pending is not None:
@@ -80,7 +95,8 @@ class Log:
             self._record(*pending)
 
     def validation(self, step: int, loss: float) -> None:
-        _require_finite("validation loss", step, loss)
+        if not math.isfinite(loss):
+            raise NotFinite(f"the validation loss of step {step} is {loss}")
         perplexity = _perplexity(loss)
         self._write(step, {"valid_loss": loss, "valid_perplexity": perplexity})
         self.say(f"step {step:6d}  validation loss {loss:.4f}  ppl {perplexity:.2f}")
@@ -102,21 +118,37 @@ class Log:
 
     def _record(self, step: int, measured: dict[str, jax.Array]) -> None:
         row = {name: float(x) for name, x in jax.device_get(measured).items()}
-        for name in ("loss", "gradient_norm"):
-            _require_finite(name.replace("_", " "), step, row[name])
-        self._losses.append(row["loss"])
+        self._steps += 1
+        if bad := _not_finite(row):
+            self._skipped += 1
+            self._require_few(step, bad, row[bad])
+            row["skipped"] = self._skipped
+        else:
+            self._skipped = 0
+            self._losses.append(row["loss"])
         if step % self.every == 0 or step == self.steps:
             row |= self._line(step)
-        self._write(step, row)
+        self._write(step, {k: v for k, v in row.items() if math.isfinite(v)})
         if self._bar:
             self._bar.draw(step, row["loss"])
+
+    def _require_few(self, step: int, name: str, value: float) -> None:
+        said = f"the {name.replace('_', ' ')} of step {step} is {value}"
+        if self._skipped > self.max_skipped:
+            before = self._skipped - 1
+            more = f", after {before} skipped in a row" if before else ""
+            raise NotFinite(said + more)
+        self.say(
+            f"step {step:6d}  {said}: no update, {self._skipped} in a row of at most "
+            f"{self.max_skipped}"
+        )
 
     def _line(self, step: int) -> dict[str, float]:
         """Prints the line of the steps since the last one, and returns its numbers."""
         now = time.perf_counter()
-        count, seconds = len(self._losses), now - self._since
-        loss = sum(self._losses) / count
-        self._since, self._losses = now, []
+        count, seconds = self._steps, now - self._since
+        loss = sum(self._losses) / len(self._losses) if self._losses else math.nan
+        self._since, self._losses, self._steps = now, [], 0
         self._done += count
         self._seconds += seconds
         self.speed = self.tokens * self._done / self._seconds
@@ -180,9 +212,9 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _require_finite(name: str, step: int, value: float) -> None:
-    if not math.isfinite(value):
-        raise NotFinite(f"the {name} of step {step} is {value}")
+def _not_finite(row: dict[str, float]) -> str | None:
+    names = ("loss", "gradient_norm")
+    return next((name for name in names if not math.isfinite(row[name])), None)
 
 
 def _perplexity(loss: float) -> float:

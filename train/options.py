@@ -205,10 +205,20 @@ class OptimizerOptions:
     )
     weight_decay: float = option(0.0, "decoupled, times the learning rate", float)
     clip: float = option(1.0, "largest norm of the gradient", float)
+    max_skipped: int = option(
+        10,
+        "steps in a row whose loss or gradient is not finite: they change nothing; one "
+        "more stops the run",
+        int,
+    )
     seed: int = option(0, "of initial weights, projections and order of the data", int)
 
     def __post_init__(self):
         _positive(self, "lr", "steps", "clip")
+        if self.max_skipped < 0:
+            raise ValueError(
+                f"--max-skipped must not be negative, got {self.max_skipped}"
+            )
         if not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup must be in [0, 1), got {self.warmup}")
         if not self.weight_decay >= 0:
@@ -292,7 +302,8 @@ class Config:
         parts = (self.model, self.method, self.optimizer, self.data)
         together = {k: v for part in parts for k, v in asdict(part).items()}
         # The data is known by what is in it, not by its path: see pretrain.prepare.
-        return {k: v for k, v in together.items() if k not in ("data", "tokenizer")}
+        others = ("data", "tokenizer", "max_skipped")
+        return {k: v for k, v in together.items() if k not in others}
 
 
 def parse(argv: Sequence[str] | None = None) -> list[Config]:

@@ -9,12 +9,13 @@
 A run writes runs/MODEL/METHOD/ with metrics.jsonl, config.json, checkpoints/, with a
 budget plan.json, and for its methods together runs/MODEL/curves.png. SIGTERM and Ctrl-C
 finish the step and save.
-Exit codes: 0 done, 1 a loss that is not finite, 2 a wrong option or unusable data,
-128 + n stopped by signal n.
+Exit codes: 0 done, 1 stopped by a fault that is named, as a full disk or losses that
+are not finite, 2 a wrong option or unusable data, 128 + n stopped by signal n.
 """
 
 import functools
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -35,17 +36,20 @@ import jaxcompact as jc
 import options
 import planning
 import summary
-from checkpoint import Checkpoints
+from checkpoint import CheckpointError, Checkpoints
 from configs import MODELS
 from data import Dataset
 from data import prepare as prepare_data
 from metrics import Log, NotFinite
 from options import Config
 from planning import Planner
+from readers import DataError
 from training import State, Training, all_finite, warmup_cosine
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # Orbax logs each error in each of its threads before it raises it.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         configs = options.parse(argv)
         dataset = load_data(configs[0])
@@ -63,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for job in jobs:
             try:
                 code = train(job, dataset, interrupt)
-            except NotFinite as error:
+            except (NotFinite, CheckpointError, DataError, OSError) as error:
                 print(
                     f"pretrain.py: stopped: {error}; {last_good(job)}", file=sys.stderr
                 )
@@ -244,7 +248,8 @@ def last_good(job: Job) -> str:
 def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
     """Trains to the end, or until interrupted. Returns the exit code.
 
-    Raises NotFinite; what is on disk by then was finite.
+    Raises NotFinite, CheckpointError, DataError and OSError (of a full disk); what is
+    on disk by then is good.
     """
     config, training, start = job.config, job.training, job.start
     data, steps, output = config.data, config.optimizer.steps, config.output
@@ -266,6 +271,7 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
         steps=steps,
         every=output.log_every,
         tokens=data.batch_size * data.seq_len,
+        max_skipped=config.optimizer.max_skipped,
     )
     with checkpoints, log:
         for step in range(start + 1, steps + 1):

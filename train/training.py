@@ -114,16 +114,26 @@ class Training:
     def step(
         self, state: State, tokens_abt: jax.Array
     ) -> tuple[State, dict[str, jax.Array]]:
-        """One update, and what is to be said of it."""
+        """One update, and what is to be said of it.
+
+        With a loss or a gradient that is not finite it is none: the state stays as it
+        was, moments, schedule and projection too.
+        """
         loss, grads = self.gradients(state, tokens_abt)
+        norm = optax.tree.norm(grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        updated = State(state.step + 1, params, opt_state)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        after = jax.tree.map(lambda x, y: jnp.where(finite, x, y), updated, state)
         measured = {
             "loss": loss,
-            "gradient_norm": optax.tree.norm(grads),
+            "gradient_norm": norm,
             "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
         }
-        return State(state.step + 1, params, opt_state), measured
+        if self.subspace is not None:
+            measured["projection"] = self.subspace.generation(state.step)
+        return after, measured
 
 
 def all_finite(state: State) -> jax.Array:

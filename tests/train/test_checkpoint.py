@@ -171,6 +171,6 @@ def test_a_failed_write_is_raised(tmp_path, monkeypatch):
 
         monkeypatch.setattr("checkpoint._files", full)
         checkpoints.save(1, state)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(CheckpointError, match="1 could not be written: No space"):
             checkpoints.save(2, state)
     assert checkpoints.steps() == []

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,17 @@ from tokenizer import load_tokenizer
 SEQ = 16
 
 
+def mapped(tokens: int) -> np.memmap:
+    with tempfile.TemporaryFile() as file:
+        np.arange(tokens, dtype=np.uint16).tofile(file)
+        return np.memmap(file, np.uint16, mode="r")
+
+
 def dataset(train_tokens: int = 1000, valid_tokens: int = 300) -> Dataset:
     """Tokens that are their own positions."""
     return Dataset(
-        train=np.arange(train_tokens, dtype=np.uint16),
-        valid=np.arange(valid_tokens, dtype=np.uint16),
+        train=mapped(train_tokens),
+        valid=mapped(valid_tokens),
         tokenizer=load_tokenizer("bytes"),
         report=Report(2, 0, "", train_tokens, valid_tokens),
     )

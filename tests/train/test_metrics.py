@@ -14,8 +14,8 @@ def measured(loss: float, norm: float = 1.0):
     return {"loss": jnp.float32(loss), "gradient_norm": jnp.float32(norm)}
 
 
-def make_log(folder, start=0, steps=6, every=2):
-    return Log(folder, start=start, steps=steps, every=every, tokens=100)
+def make_log(folder, start=0, steps=6, every=2, **keywords):
+    return Log(folder, start=start, steps=steps, every=every, tokens=100, **keywords)
 
 
 def rows_of(folder):
@@ -66,6 +66,26 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_and_names_the_step(tmp_path
         with pytest.raises(NotFinite, match="validation loss of step 4"):
             log.validation(4, bad)
     assert all(math.isfinite(row["loss"]) for row in rows_of(tmp_path))
+
+
+def test_skipped_steps_are_counted_up_to_a_limit_also_across_a_resume(tmp_path, capsys):
+    with make_log(tmp_path, max_skipped=2) as log:
+        for step, loss in enumerate([math.nan, 2.0, math.nan, 4.0, math.inf], 1):
+            log.train(step, measured(loss))
+        log.flush()
+    rows = rows_of(tmp_path)
+    assert [row.get("skipped") for row in rows] == [1, None, 1, None, 1]
+    assert [row.get("loss") for row in rows] == [None, 2, None, 4, None]
+    printed = capsys.readouterr().out
+    assert "loss of step 5 is inf: no update, 1 in a row of at most 2" in printed
+    assert "step      4/6  loss 4.0000" in printed  # the mean of those that count
+    with make_log(tmp_path, start=5, max_skipped=2) as log:
+        log.train(6, measured(1.0, norm=math.nan))
+        log.train(7, measured(math.nan))
+        with pytest.raises(NotFinite, match="loss of step 7 is nan, after 2 skipped"):
+            log.flush()
+    assert rows_of(tmp_path)[-1]["skipped"] == 2
+    assert rows_of(tmp_path)[-1]["loss"] == 1
 
 
 def test_a_resumed_run_drops_the_rows_after_its_checkpoint(tmp_path):

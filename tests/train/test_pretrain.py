@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pytest
 
 import configs
+import curves
 import jaxcompact as jc
 import planning
 import pretrain
@@ -334,14 +335,15 @@ def test_a_run_is_not_overwritten_by_accident(finished, arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_every", "told", "kept"),
+    ("every", "skipped", "told", "kept"),
     [
-        (4, "loss of step 7 is nan; the last good checkpoint is step 4", ["4"]),
-        (2, "step 6 is not finite; the last good checkpoint is step 4", ["2", "4"]),
+        (4, 0, "loss of step 7 is nan; the last good checkpoint is step 4", ["4"]),
+        (2, 9, "step 6 is not finite; the last good checkpoint is step 4", ["2", "4"]),
+        (9, 1, "loss of step 8 is nan, after 1 skipped in a row; there is no", []),
     ],
 )
 def test_what_is_not_finite_stops_the_run_and_is_not_saved(
-    book, tmp_path, capsys, monkeypatch, checkpoint_every, told, kept
+    book, tmp_path, capsys, monkeypatch, every, skipped, told, kept
 ):
     """An infinite learning rate from the sixth update on."""
 
@@ -350,16 +352,48 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(
 
     monkeypatch.setattr(pretrain, "warmup_cosine", schedule)
     arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "20"]
-    every = ["--checkpoint-every", str(checkpoint_every)]
-    assert pretrain.main([*arguments, *every, "--out", str(tmp_path)]) == 1
+    arguments += ["--checkpoint-every", str(every), "--max-skipped", str(skipped)]
+    assert pretrain.main([*arguments, "--out", str(tmp_path)]) == 1
     assert told in capsys.readouterr().err
     assert max(losses_of(tmp_path / "exact")) == 6
     assert sorted(p.name for p in tmp_path.glob("exact/checkpoints/*")) == kept
 
 
+def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
+    book, tmp_path, capsys, monkeypatch
+):
+    """Ids outside the vocabulary in the third, fourth and sixth batch."""
+    whole = pretrain.read_batch
+
+    def read_batch(config, dataset, step):
+        return whole(config, dataset, step) + 1000 * (step in (2, 3, 5))
+
+    monkeypatch.setattr(pretrain, "read_batch", read_batch)
+    arguments = ["--data", str(book), *SMALL, "--method", "compact", "--steps", "8"]
+    arguments += ["--checkpoint-every", "3", "--period", "2", "--out", str(tmp_path)]
+    assert pretrain.main(arguments) == 0
+    rows = rows_of(tmp_path / "compact")
+    before = losses_of(tmp_path / "compact")
+    assert sorted(before) == [1, 2, 5, 7, 8]
+    assert {row["step"]: row["skipped"] for row in rows if "skipped" in row} == {
+        3: 1,
+        4: 2,
+        6: 1,
+    }
+    # After two updates and after four, whatever number of steps these took.
+    assert curves.new_projections(rows) == [3, 8]
+    again = [*arguments, "--resume", "3"]
+    assert pretrain.main([*again, "--max-skipped", "1"]) == 1
+    told = "loss of step 4 is nan, after 1 skipped in a row; the last good checkpoint"
+    assert told in capsys.readouterr().err
+    assert pretrain.main(again) == 0
+    assert losses_of(tmp_path / "compact") == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--max-skipped", "-1"], "--max-skipped must not be negative, got -1"),
         (["--stepz", "3"], "unrecognized arguments: --stepz"),
         (["--step", "3"], "unrecognized arguments: --step"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),

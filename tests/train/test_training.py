@@ -118,6 +118,21 @@ def test_devices_that_share_a_batch_find_the_gradients_of_one(name):
 
 
 @pytest.mark.parametrize("name", ["exact", "compact"])
+def test_a_step_without_a_finite_loss_changes_nothing(name):
+    """An id outside the vocabulary makes it NaN. The fourth step has a new P."""
+    job = make(name)
+    step = jax.jit(job.step)
+    state = jax.jit(job.init)()
+    for _ in range(3):
+        state, _ = step(state, tokens_abt(1, 4))
+    after, measured = step(state, tokens_abt(1, 4).at[0, 0, 0].set(CFG.vocab_size))
+    assert jnp.isnan(measured["loss"])
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+    after, measured = step(after, tokens_abt(1, 4))
+    assert jnp.isfinite(measured["loss"]) and after.step == 4
+
+
+@pytest.mark.parametrize("name", ["exact", "compact"])
 def test_bfloat16_parameters_have_float32_moments(name):
     job = make(name, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     state, _ = jax.eval_shape(job.step, job.abstract, tokens_abt(1, 2))

@@ -1,0 +1,76 @@
+"""pretrain.py as a process of its own, on a model that compiles in no time."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = Path(__file__).resolve().parents[2] / "train"
+
+# It says what it begins, so that a test can end it just then.
+CHILD = """
+import os, sys
+import configs, pretrain
+
+def announced(name, function):
+    def wrapped(*args, **kwargs):
+        print("@", name, flush=True)
+        return function(*args, **kwargs)
+    return wrapped
+
+configs.MODELS["tiny"] = configs.ModelConfig(
+    width=32, ff=64, layers=2, heads=4, max_seq=64)
+pretrain.read_batch = announced("step", pretrain.read_batch)
+pretrain.evaluate = announced("evaluation", pretrain.evaluate)
+pretrain.Checkpoints.save = announced("save", pretrain.Checkpoints.save)
+"""
+
+
+@pytest.fixture(scope="session")
+def pretrain_process(tmp_path_factory):
+    """``(*arguments, devices=1, cache=..., code=..., **keywords of Popen) -> Popen``.
+
+    ``cache`` is where tokens are; ``code`` runs after `CHILD`; what is printed is to be
+    read from ``stdout``.
+    """
+    folder = tmp_path_factory.mktemp("processes")
+
+    def start(
+        *arguments,
+        devices: int = 1,
+        cache: Path = folder,
+        code: str = "sys.exit(pretrain.main())",
+        **keywords,
+    ) -> subprocess.Popen:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "OPENBLAS_NUM_THREADS": "1",  # or a process that forks has threads
+            "XDG_CACHE_HOME": str(cache),
+            "PYTHONPATH": f"{TRAIN}:{TRAIN.parent}",
+        }
+        return subprocess.Popen(
+            [sys.executable, "-c", CHILD + code, *map(str, arguments)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **keywords,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory) -> Path:
+    """A text of 400 lines of ten words, in an order that no two lines share."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    known = "the a of to and cat dog tree house river sees makes finds".split()
+    order = random.Random(0)
+    path.write_text("\n".join(" ".join(order.choices(known, k=10)) for _ in range(400)))
+    return path
