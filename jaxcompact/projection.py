@@ -1,7 +1,7 @@
 """Random projections that are never stored: P is a function of a key."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import jax
@@ -43,9 +43,12 @@ class Projection:
         alpha: scale of the update, ``W -= lr * alpha * P N``. With any kind an entry
             of ``P N`` has about the size of an entry of ``N``.
         codec: how z is stored; None keeps it in the compute dtype.
+        blocks: into how many equal parts the width is cut, each with a P and a share of
+            r of its own. Parts that tensor parallelism puts on different devices then
+            need nothing of each other; the variance is as without.
 
     Raises ValueError for a rank that is not positive, a fraction above 1, an unknown
-    kind, an alpha that is not positive and finite.
+    kind, an alpha that is not positive and finite, blocks that are not a positive int.
 
     Source: CompAct (arXiv 2410.15352), section 3 and Table 6; PRAC (arXiv 2602.23111)
     for the orthonormal kind.
@@ -61,6 +64,7 @@ class Projection:
     kind: Kind = "gaussian"
     alpha: float = 1.0
     codec: Quantized | None = None
+    blocks: int = 1
 
     def __post_init__(self):
         number = isinstance(self.rank, int | float) and not isinstance(self.rank, bool)
@@ -77,11 +81,14 @@ class Projection:
             )
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise ValueError(f"alpha must be positive and finite, got {self.alpha!r}")
+        if type(self.blocks) is not int or self.blocks < 1:
+            raise ValueError(f"blocks must be a positive int, got {self.blocks!r}")
 
     def rank_of(self, width: int) -> int:
         """The rank for a layer with ``width`` inputs.
 
-        Raises ValueError if a rank given as a number is above the width.
+        Raises ValueError if a rank given as a number is above the width, and if blocks
+        do not divide width and rank.
         """
         if isinstance(self.rank, int):
             if self.rank > width:
@@ -89,15 +96,22 @@ class Projection:
                     f"rank must not be above the layer's input width {width}, "
                     f"got {self.rank}"
                 )
-            return self.rank
-        rank = self.rank * width
-        if rank >= _RANK_UNIT:
-            rank = _RANK_UNIT * round(rank / _RANK_UNIT)
-        return min(width, max(1, round(rank)))
+            rank = self.rank
+        else:
+            rank = self.rank * width
+            if rank >= _RANK_UNIT:
+                rank = _RANK_UNIT * round(rank / _RANK_UNIT)
+            rank = min(width, max(1, round(rank)))
+        if width % self.blocks or rank % self.blocks:
+            raise ValueError(
+                f"blocks must divide the layer's input width {width} and its rank "
+                f"{rank}, got {self.blocks}"
+            )
+        return rank
 
     def variance(self, width: int) -> float:
         """``E|P P^T G - G|_F^2 / |G|_F^2`` for a layer with ``width`` inputs."""
-        n, r = width, self.rank_of(width)
+        n, r = width // self.blocks, self.rank_of(width) // self.blocks
         match self.kind:
             case "gaussian":
                 return (n + 1) / r
@@ -116,6 +130,11 @@ class Projection:
     def matrix(self, key: jax.Array, width: int) -> jax.Array:
         """P, ``float32[width, rank]``. What `project` and `lift` multiply by."""
         n, r = width, self.rank_of(width)
+        if self.blocks > 1:
+            part = self._part(width)
+            keys = self._keys(key)
+            parts = [part.matrix(k, width // self.blocks) for k in keys]
+            return jax.scipy.linalg.block_diag(*parts)
         match self.kind:
             case "gaussian":
                 return jax.random.normal(key, (n, r)) / math.sqrt(r)
@@ -135,6 +154,11 @@ class Projection:
     def project(self, key: jax.Array, x: jax.Array) -> jax.Array:
         """``z = x P`` over the last axis of ``x[..., n]``, in x's dtype."""
         n = x.shape[-1]
+        if self.blocks > 1:
+            x = x.reshape(*x.shape[:-1], self.blocks, n // self.blocks)
+            project = jax.vmap(self._part(n).project, (0, -2), -2)
+            z = project(self._keys(key), x)
+            return z.reshape(*z.shape[:-2], -1)
         if self.kind == "countsketch":
             r = self.rank_of(n)
             order, sign = _signed_order(key, n)
@@ -148,10 +172,23 @@ class Projection:
 
     def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
         """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype."""
+        if self.blocks > 1:
+            part, outputs = self._part(width), sketch.shape[-1]
+            parts = sketch.reshape(self.blocks, -1, outputs)
+            n = width // self.blocks
+            lifted = jax.vmap(lambda k, s: part.lift(k, s, n))(self._keys(key), parts)
+            return lifted.reshape(width, outputs)
         if self.kind == "countsketch":
             column, sign = _signed_columns(key, width, self.rank_of(width))
             return sketch[column] * sign[:, None].astype(sketch.dtype)
         return self.matrix(key, width).astype(sketch.dtype) @ sketch
+
+    def _part(self, width: int) -> "Projection":
+        return replace(self, rank=self.rank_of(width) // self.blocks, blocks=1)
+
+    def _keys(self, key: jax.Array) -> jax.Array:
+        numbers = jnp.arange(self.blocks, dtype=jnp.uint32)
+        return jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
 
 
 def _signed_order(key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

@@ -243,6 +243,8 @@ def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
         raise ValueError(f"rules[{pattern!r}] for {name!r}: {error}") from None
     module = name.rpartition("/")[0].rpartition("/")[0]
     family = f"{module}:{width}:{rank}:{projection.kind}:{projection.codec}"
+    if projection.blocks > 1:
+        family += f":{projection.blocks}"
     return Slot(name, family, projection, tuple(stack), width, rank, outputs)
 
 

@@ -8,20 +8,20 @@ import pytest
 import jaxcompact as jc
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
-# Ranks that divide the width, that do not, one, and the width itself.
-SIZES = [(24, 8), (24, 7), (10, 1), (12, 12)]
+# Width, rank, blocks: ranks that divide the width, that do not, one, the width itself.
+SIZES = [(24, 8, 1), (24, 7, 1), (10, 1, 1), (12, 12, 1), (24, 8, 4), (24, 6, 2)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("width", "rank"), SIZES)
-def test_unbiased_with_the_promised_variance(kind, width, rank):
+@pytest.mark.parametrize(("width", "rank", "blocks"), SIZES)
+def test_unbiased_with_the_promised_variance(kind, width, rank, blocks):
     """Over 4000 keys: the mean of P P^T G is G, its spread is `variance`.
 
     The mean of K draws has relative error sqrt(variance / K); 4.5 of them is beyond
     1 - 1e-5 of the draws by normal theory. The measured variance is
     a mean of K positive numbers, whose own spread is measured and allowed 5 times.
     """
-    projection = jc.Projection(rank=rank, kind=kind)
+    projection = jc.Projection(rank=rank, kind=kind, blocks=blocks)
     g = jax.random.normal(jax.random.key(3), (width, 3))
 
     def estimate(key):
@@ -39,9 +39,9 @@ def test_unbiased_with_the_promised_variance(kind, width, rank):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("width", "rank"), SIZES)
-def test_project_and_lift_multiply_by_the_matrix(kind, width, rank):
-    projection = jc.Projection(rank=rank, kind=kind)
+@pytest.mark.parametrize(("width", "rank", "blocks"), SIZES)
+def test_project_and_lift_multiply_by_the_matrix(kind, width, rank, blocks):
+    projection = jc.Projection(rank=rank, kind=kind, blocks=blocks)
     key = jax.random.key(5)
     p = projection.matrix(key, width)
     assert p.shape == (width, rank) and p.dtype == jnp.float32
@@ -50,6 +50,11 @@ def test_project_and_lift_multiply_by_the_matrix(kind, width, rank):
     close = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(projection.project(key, x), x @ p, **close)
     np.testing.assert_allclose(projection.lift(key, n, width), p @ n, **close)
+    # Nothing outside of the blocks, and no two blocks alike.
+    parts = p.reshape(blocks, width // blocks, blocks, rank // blocks)
+    inside = np.moveaxis(np.diagonal(parts, axis1=0, axis2=2), -1, 0)
+    assert np.count_nonzero(p) == np.count_nonzero(inside)
+    assert len(np.unique(inside, axis=0)) == blocks
 
 
 @pytest.mark.parametrize("kind", ["orthonormal", "countsketch"])
@@ -104,6 +109,7 @@ def test_rank_of(rank, width, expected):
         ({"rank": 1.5}, "fraction of the width of at most 1.0, got 1.5"),
         ({"rank": 4, "kind": "fourier"}, "kind must be one of .*, got 'fourier'"),
         ({"rank": 4, "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),
+        ({"rank": 4, "blocks": 0}, "blocks must be a positive int, got 0"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -114,3 +120,10 @@ def test_bad_arguments(arguments, message):
 def test_a_rank_above_the_width_is_refused():
     with pytest.raises(ValueError, match="above the layer's input width 16, got 32"):
         jc.Projection(rank=32).rank_of(16)
+
+
+@pytest.mark.parametrize(("width", "rank"), [(18, 4), (16, 6)])
+def test_blocks_that_do_not_divide_are_refused(width, rank):
+    told = f"blocks must divide the layer's input width {width} and its rank {rank}"
+    with pytest.raises(ValueError, match=f"{told}, got 4"):
+        jc.Projection(rank=rank, blocks=4).rank_of(width)
