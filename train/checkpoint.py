@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+import hosts
 from jaxcompact.paths import path_name
+from metrics import NotFinite
 
 _UNFINISHED = ".unfinished"
 
@@ -33,7 +35,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The newest ``keep`` checkpoints of one run.
+    """The newest ``keep`` checkpoints of one run; all of its processes save and load.
 
     A context manager: leaving it waits for the checkpoint that is being written.
     """
@@ -46,7 +48,9 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type | None, *_) -> None:
+        if hosts.several() and kind not in (None, NotFinite):
+            return  # others may not come to write their part
         self.wait()
         self._writer.shutdown()
 
@@ -64,7 +68,9 @@ class Checkpoints:
         """
         self.wait()
         unfinished = self.folder / f"{step}{_UNFINISHED}"
-        unfinished.mkdir(parents=True)
+        if hosts.is_first():
+            unfinished.mkdir(parents=True)
+        hosts.wait_for_all(f"{unfinished} is there")
         leaves = _describe(state)
         # The caller may donate the state as soon as this returns: it is on the host by
         # then. On a CPU that is a view, and JAX donates no buffer that has one.
@@ -123,6 +129,8 @@ class Checkpoints:
     def _finish(self, unfinished: Path, step: int, leaves: dict, response) -> None:
         try:
             response.result()
+            if not hosts.is_first():
+                return
             seal = {"step": step, "leaves": leaves, "files": _files(unfinished)}
             (unfinished / "seal.json").write_text(json.dumps(seal, indent=1))
             unfinished.rename(self._path(step))

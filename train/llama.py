@@ -14,8 +14,12 @@ from flax import nnx
 import jaxcompact as jc
 from configs import ModelConfig
 from jaxcompact.nnx import Linear
+from sharding import of_batch
 
 Checkpoint = jc.Policy | Callable[..., Any] | Literal["nothing"] | None
+
+
+split = partial(of_batch, last="tensor")  # over the devices of tensor parallelism
 
 
 class RMSNorm(nnx.Module):
@@ -73,9 +77,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         heads = (*x_btd.shape[:2], -1, self.head_dim)
-        q_bthk = rope(self.q(x_btd).reshape(heads), cos, sin)
-        k_bthk = rope(self.k(x_btd).reshape(heads), cos, sin)
-        v_bthk = self.v(x_btd).reshape(heads)
+        q_bthk = rope(split(self.q(x_btd)).reshape(heads), cos, sin)
+        k_bthk = rope(split(self.k(x_btd)).reshape(heads), cos, sin)
+        v_bthk = split(self.v(x_btd)).reshape(heads)
         operands = q_bthk, k_bthk, v_bthk
         if self.implementation == "xla":
             # Its gradient mixes float32 with 16-bit operands, which neither strict
@@ -87,7 +91,8 @@ class Attention(nnx.Module):
             mixed_bthk = jax.nn.dot_product_attention(
                 *operands, is_causal=True, implementation=self.implementation
             )
-        return self.o(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
+        mixed_btd = split(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
+        return of_batch(self.o(mixed_btd))
 
 
 class MLP(nnx.Module):
@@ -99,7 +104,8 @@ class MLP(nnx.Module):
         self.down = linear(cfg.ff, cfg.width)
 
     def __call__(self, x_btd: jax.Array) -> jax.Array:
-        return self.down(jax.nn.silu(self.gate(x_btd)) * self.up(x_btd))
+        gate, up = split(self.gate(x_btd)), split(self.up(x_btd))
+        return of_batch(self.down(jax.nn.silu(gate) * up))
 
 
 class Block(nnx.Module):
@@ -219,7 +225,7 @@ class Llama(nnx.Module):
         elif policy is not None:
             policy = None if policy == "nothing" else policy
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x_btd, _ = jax.lax.scan(layer, self.embed(tokens_bt), stack)
+        x_btd, _ = jax.lax.scan(layer, of_batch(self.embed(tokens_bt)), stack)
         return self.norm(x_btd)
 
     def logits(self, x_btd: jax.Array) -> jax.Array:

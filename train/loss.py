@@ -3,7 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-CHUNK_BYTES = 64 * 2**20  # of float32 logits, where the caller names no chunk count
+import sharding
+
+# Of a device's float32 logits, where the caller names no chunk count.
+CHUNK_BYTES = 64 * 2**20
 
 
 def next_token_loss(
@@ -48,7 +51,9 @@ def next_token_loss(
             f"{targets_bt.shape} and hidden_btd {hidden_btd.shape}"
         )
     if chunks is None:
-        chunks = _chunks(length, 4 * batch * length * vocab)
+        mesh = sharding.in_force()
+        logits_bytes = 4 * batch * length * vocab // (mesh.size if mesh else 1)
+        chunks = _chunks(length, logits_bytes)
     elif not 1 <= chunks <= length:
         raise ValueError(f"chunks must be from 1 to {length} (t), got {chunks}")
 
@@ -76,7 +81,7 @@ def _chunks(length: int, logits_bytes: int) -> int:
 
 @jax.custom_vjp
 def _mean_loss(hidden_cbtd, kernel_dv, targets_cbt) -> jax.Array:
-    kernel_dv = kernel_dv.astype(hidden_cbtd.dtype)
+    kernel_dv = _gathered(kernel_dv.astype(hidden_cbtd.dtype))
 
     def chunk(total, inputs):
         hidden_btd, targets_bt = inputs
@@ -89,7 +94,7 @@ def _mean_loss(hidden_cbtd, kernel_dv, targets_cbt) -> jax.Array:
 
 def _forward(hidden_cbtd, kernel_dv, targets_cbt):
     dtype, vocab = hidden_cbtd.dtype, kernel_dv.shape[-1]
-    w_dv = kernel_dv.astype(dtype)
+    w_dv = _gathered(kernel_dv.astype(dtype))
     weight = 1 / _count(targets_cbt)
 
     def chunk(carry, inputs):
@@ -106,14 +111,14 @@ def _forward(hidden_cbtd, kernel_dv, targets_cbt):
         dw_dv += jnp.einsum(
             "btd,btv->dv", hidden_btd, dlogits_btv, preferred_element_type=jnp.float32
         )
-        return (total + losses_bt.sum(), dw_dv), dhidden_btd
+        return (total + losses_bt.sum(), _gathered(dw_dv)), dhidden_btd
 
-    start = jnp.float32(0), jnp.zeros(kernel_dv.shape, jnp.float32)
+    start = jnp.float32(0), _gathered(jnp.zeros(kernel_dv.shape, jnp.float32))
     (total, dw_dv), dhidden_cbtd = jax.lax.scan(
         chunk, start, (hidden_cbtd, targets_cbt)
     )
     # Or XLA keeps the float32 sum, and casts when it is read.
-    gradients = dhidden_cbtd, dw_dv.astype(kernel_dv.dtype)
+    gradients = dhidden_cbtd, _gathered(dw_dv).astype(kernel_dv.dtype)
     return total * weight, jax.lax.optimization_barrier(gradients)
 
 
@@ -124,6 +129,11 @@ def _backward(residuals, dloss):
 
 
 _mean_loss.defvjp(_forward, _backward)
+
+
+def _gathered(kernel_dv: jax.Array) -> jax.Array:
+    """Once, and not for each chunk; and so the sum of its gradients."""
+    return sharding.laid_out(kernel_dv, None, "tensor")
 
 
 @jax.named_scope("logits")

@@ -18,6 +18,7 @@ Name = Literal["exact", "remat", "compact", "galore"]
 
 # What CompAct and GaLore compress: every matrix of a block but attention's output.
 MATRICES = r"layers/(attn/(q|k|v)|mlp/(gate|up|down))/kernel"
+DOWN = "layers/mlp/down/kernel"
 ATTENTION_OUTPUT = "layers/attn/o/kernel"
 
 # What the backward pass finds of a block.
@@ -60,6 +61,7 @@ class Method:
         output_alpha: scale of the update of attention's output kernel.
         bits: of the saved sketches: 16 for none, 8 or 4.
         moment: what becomes of the first moment at a new projection.
+        blocks: parts of the width of the MLP's down that are projected by themselves.
     """
 
     name: Name = "exact"
@@ -71,6 +73,7 @@ class Method:
     output_alpha: float = 1.0
     bits: int = 16
     moment: Moment = "reset"
+    blocks: int = 1
 
     def __post_init__(self):
         choices = {
@@ -103,7 +106,10 @@ class Method:
         if self.name != "compact":
             return None
         key = jax.random.fold_in(jax.random.key(seed), 1)
-        return jc.Subspace({MATRICES: self.projection}, key, self.period)
+        # Of these alone tensor parallelism shares the input.
+        down = replace(self.projection, blocks=self.blocks)
+        rules = {DOWN: down, MATRICES: self.projection}
+        return jc.Subspace(rules, key, self.period)
 
 
 def value_and_grad(loss: Callable, subspace: jc.Subspace | None) -> Callable:

@@ -36,6 +36,7 @@ class Log:
         every: steps between two lines.
         tokens: that a step reads.
         max_skipped: steps in a row that may be without an update.
+        writes: whether there are files; one process of several writes them.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Log:
         every: int,
         tokens: int,
         max_skipped: int = 0,
+        writes: bool = True,
     ):
         self.steps, self.every, self.tokens = steps, every, tokens
         self.max_skipped = max_skipped
@@ -61,12 +63,14 @@ class Log:
         kept = [row for row in read(path) if row["step"] <= start]
         trained = [row for row in kept if "valid_loss" not in row]
         self._skipped = trained[-1].get("skipped", 0) if trained else 0  # in a row
-        shortened = path.with_suffix(".new")
-        lines = "".join(json.dumps(row) + "\n" for row in kept)
-        shortened.write_text(lines, encoding="utf-8")
-        shortened.replace(path)
-        self._file = path.open("a", encoding="utf-8")
-        self._board = _tensorboard(folder, start)
+        self._file = self._board = None
+        if writes:
+            shortened = path.with_suffix(".new")
+            lines = "".join(json.dumps(row) + "\n" for row in kept)
+            shortened.write_text(lines, encoding="utf-8")
+            shortened.replace(path)
+            self._file = path.open("a", encoding="utf-8")
+            self._board = _tensorboard(folder, start)
 
     def __enter__(self) -> "Log":
         return self
@@ -74,9 +78,9 @@ class Log:
     def __exit__(self, *_) -> None:
         if self._bar:
             self._bar.clear()
-        self._file.close()
-        if self._board:
-            self._board.close()
+        for written in (self._file, self._board):
+            if written:
+                written.close()
 
     def train(self, step: int, measured: dict[str, jax.Array]) -> None:
         """Takes note of a step that was dispatched; waits for the one before it.
@@ -169,8 +173,9 @@ class Log:
         return numbers
 
     def _write(self, step: int, row: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step} | row) + "\n")
-        self._file.flush()  # a killed run loses no row
+        if self._file:
+            self._file.write(json.dumps({"step": step} | row) + "\n")
+            self._file.flush()  # a killed run loses no row
         if self._board:
             for name, value in row.items():
                 self._board.add_scalar(name, value, step)

@@ -11,6 +11,7 @@ from jaxcompact.memory import devices
 from jaxcompact.optimizers import Moment
 from jaxcompact.projection import Kind
 from methods import CHECKPOINT, Method, Name
+from sharding import parse_mesh
 
 # The options that a method reads; of `Method` itself all others stay as they are.
 READS = {
@@ -26,6 +27,7 @@ READS = {
             "output_alpha",
             "bits",
             "moment",
+            "blocks",
         ),
     ),
     "galore": ("checkpoint", "rank", "period", "alpha", "output_alpha"),
@@ -117,8 +119,16 @@ class MethodOptions:
         choices=get_args(Moment),
     )
 
+    blocks: int | None = option(
+        None,
+        "into which compact cuts the inputs of the MLP's down, each with a projection "
+        "of its own: a multiple of --mesh's tensor, whose devices then need no inputs "
+        f"of each other (default: {Method.blocks})",
+        int,
+    )
+
     def __post_init__(self):
-        _positive(self, "period", "alpha", "output_alpha")
+        _positive(self, "period", "alpha", "output_alpha", "blocks")
 
     @property
     def names(self) -> list[str]:
@@ -249,6 +259,43 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
+class DeviceOptions:
+    mesh: str | None = option(
+        None,
+        "sizes of data, fsdp and tensor, as fsdp=4,tensor=2, of all processes' devices "
+        "together: copies of the weights, shares of weights and moments, shares of "
+        "each matrix product (default: all are data's)",
+    )
+    coordinator: str | None = option(
+        None,
+        "host:port of the first of several processes, the same for all, or auto where "
+        "the cluster knows (Slurm, Kubernetes, TPU). Each is one host's and sees the "
+        "same --out",
+    )
+    processes: int | None = option(None, "how many there are", int)
+    process: int | None = option(None, "which one this is, from 0", int)
+
+    def __post_init__(self):
+        _positive(self, "processes")
+        if self.mesh:
+            parse_mesh(self.mesh)
+        numbers = (self.processes, self.process)
+        if self.coordinator in (None, "auto") and numbers != (None, None):
+            raise ValueError("--processes and --process need --coordinator host:port")
+        if self.coordinator not in (None, "auto"):
+            _, _, port = self.coordinator.rpartition(":")
+            if not port.isdecimal():
+                raise ValueError(
+                    f"--coordinator must be host:port or auto, got {self.coordinator!r}"
+                )
+            if None in numbers or not 0 <= self.process < self.processes:
+                raise ValueError(
+                    f"--process must be from 0 to --processes less 1, got "
+                    f"{self.process} of {self.processes}"
+                )
+
+
+@dataclass(frozen=True)
 class OutputOptions:
     out: Path | None = option(
         None,
@@ -290,6 +337,7 @@ class Config:
     plan: PlanOptions
     optimizer: OptimizerOptions
     data: DataOptions
+    device: DeviceOptions
     output: OutputOptions
 
     @property
@@ -320,6 +368,7 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
         "plan": PlanOptions,
         "optimizer": OptimizerOptions,
         "data": DataOptions,
+        "devices": DeviceOptions,
         "output": OutputOptions,
     }
     for title, part in parts.items():
@@ -328,7 +377,7 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
             keywords = {k: v for k, v in f.metadata.items() if v is not None}
             group.add_argument(_flag(f.name), default=f.default, **keywords)
     values = vars(parser.parse_args(argv))
-    model, method, plan, optimizer, data, output = (
+    model, method, plan, optimizer, data, device, output = (
         part(**{f.name: values[f.name] for f in fields(part)})
         for part in parts.values()
     )
@@ -340,11 +389,8 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
     configs = []
     for name in method.names:
         lr = optimizer.lr or DEFAULTS[name]["lr"]
-        configs.append(
-            Config(
-                model, method.of(name), plan, replace(optimizer, lr=lr), data, output
-            )
-        )
+        opt = replace(optimizer, lr=lr)
+        configs.append(Config(model, method.of(name), plan, opt, data, device, output))
     return configs
 
 

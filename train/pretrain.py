@@ -4,6 +4,7 @@
     python train/pretrain.py --method compact --rank 0.5 --bits 4 --data book.txt
     python train/pretrain.py --method compact --resume
     python train/pretrain.py --model 350m --memory-budget 7GiB
+    python train/pretrain.py --mesh fsdp=4,tensor=2      # of 8 devices
     python train/pretrain.py --help
 
 A run writes runs/MODEL/METHOD/ with metrics.jsonl, config.json, checkpoints/, with a
@@ -16,35 +17,39 @@ are not finite, 2 a wrong option or unusable data, 128 + n stopped by signal n.
 import functools
 import json
 import logging
-import shutil
-import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import curves
+import hosts
 import jaxcompact as jc
 import options
 import planning
+import sharding
 import summary
 from checkpoint import CheckpointError, Checkpoints
 from configs import MODELS
 from data import Dataset
 from data import prepare as prepare_data
+from folders import begin_folder, find_start, told
+from hosts import Interrupt
 from metrics import Log, NotFinite
 from options import Config
 from planning import Planner
 from readers import DataError
 from training import State, Training, all_finite, warmup_cosine
+
+FAULTS = (NotFinite, CheckpointError, DataError, OSError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,28 +57,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         configs = options.parse(argv)
+        device = configs[0].device
+        if device.coordinator:
+            hosts.join(device.coordinator, device.processes, device.process)
         dataset = load_data(configs[0])
         print(dataset.report, flush=True)
         jobs = [prepare(config, dataset) for config in configs]
         if configs[0].plan.explain_plan:
             print("\n\n".join(f"{j.config.method.name}: {j.plan}" for j in jobs))
             return 0
+        hosts.require_same(
+            options_and_data=[job.fixed for job in jobs],
+            checkpoints=[job.start for job in jobs],
+        )
         for config in configs:
             config.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"pretrain.py: error: {error}", file=sys.stderr)
-        return 2
+        return hosts.leave(2)
     with Interrupt() as interrupt:
         for job in jobs:
             try:
                 code = train(job, dataset, interrupt)
-            except (NotFinite, CheckpointError, DataError, OSError) as error:
+            except Exception as error:
+                known = isinstance(error, FAULTS)
+                if not known and not hosts.several():
+                    raise
+                if not known:  # a bug, or what tells that another process is gone
+                    traceback.print_exc()
                 print(
-                    f"pretrain.py: stopped: {error}; {last_good(job)}", file=sys.stderr
+                    f"pretrain.py: stopped: {told(error, job.config.folder)}",
+                    file=sys.stderr,
                 )
-                return 1
+                return hosts.leave(1)
             if code:
                 return code
+    if not hosts.is_first():
+        return 0
     out = configs[0].folder.parent
     picture = curves.plot(out)
     print(f"\n{summary.table(out)}\n" + (f"\n{picture}" if picture else ""))
@@ -111,11 +131,17 @@ def prepare(config: Config, dataset: Dataset) -> Job:
             f"--seq-len must be at most {cfg.max_seq}, the longest sequence of "
             f"{model.model}, got {data.seq_len}"
         )
-    devices = jax.device_count()
-    if data.batch_size % (data.accumulate * devices):
+    mesh = sharding.make_mesh(config.device.mesh)
+    shares = sharding.shares_of_batch(mesh)
+    if data.batch_size % (data.accumulate * shares):
         raise ValueError(
-            f"--batch-size must be divisible by --accumulate times the number of "
-            f"devices, {data.accumulate} * {devices}, got {data.batch_size}"
+            f"--batch-size must be divisible by --accumulate times the devices that "
+            f"share a batch, {data.accumulate} * {shares}, got {data.batch_size}"
+        )
+    if config.plan.memory_budget and hosts.several():
+        raise ValueError(
+            "--memory-budget needs one process: plan in one, whose plan.json is --plan "
+            "for all"
         )
     read_batch(config, dataset, 0)  # raises if the text is shorter than a sequence
     read_validation(config, dataset)
@@ -133,17 +159,11 @@ def prepare(config: Config, dataset: Dataset) -> Job:
         dtype=jnp.dtype(dtype),
         param_dtype=jnp.dtype(model.param_dtype),
     )
-    # Parameters and optimizer state on every device, a share of each batch on each.
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
-    everywhere, shared = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "data"))
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere),
-        make_training().abstract,
-    )
+    abstract = sharding.placed(make_training().abstract, mesh)
     tokens_abt = jax.ShapeDtypeStruct(
         (data.accumulate, data.batch_size // data.accumulate, data.seq_len + 1),
         jnp.int32,
-        sharding=shared,
+        sharding=NamedSharding(mesh, P(None, sharding.BATCH)),
     )
 
     def make_step(policy):
@@ -198,53 +218,6 @@ def first_plan(
     return planner.plan(found, lambda line: print(f"  {line}", flush=True))
 
 
-def find_start(config: Config, fixed: dict[str, Any], abstract: State) -> int:
-    """The step to begin at: a checkpoint's that fits and is whole, or 0."""
-    folder, output = config.folder, config.output
-    if not output.resume:
-        if (folder / "config.json").exists() and not output.overwrite:
-            raise ValueError(
-                f"{folder} holds a run already: --resume continues it, --overwrite "
-                f"starts anew, --out names another folder"
-            )
-        return 0
-    checkpoints = Checkpoints(folder / "checkpoints")
-    steps = checkpoints.steps()
-    if output.resume is True and not steps:
-        print(f"{folder} holds no checkpoint: starting from the beginning")
-        return 0
-    require_same(folder, fixed)
-    step = steps[-1] if output.resume is True else output.resume
-    checkpoints.check(step, abstract)
-    return step
-
-
-def require_same(folder: Path, fixed: dict[str, Any]) -> None:
-    """Raises ValueError for what differs from the run in a folder, with both values."""
-    try:
-        before = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{folder} cannot be resumed: which run it holds is unknown, its "
-            f"config.json cannot be read ({error})"
-        ) from error
-    differences = [
-        f"{name} was {before.get(name)!r} and is {value!r} now"
-        for name, value in fixed.items()
-        if json.dumps(before.get(name)) != json.dumps(value)
-    ]
-    if differences:
-        raise ValueError(f"{folder} cannot be resumed: {'; '.join(differences)}")
-
-
-def last_good(job: Job) -> str:
-    checkpoints = Checkpoints(job.config.folder / "checkpoints")
-    steps = checkpoints.steps()
-    if not steps:
-        return "there is no checkpoint yet"
-    return f"the last good checkpoint is step {steps[-1]}, {checkpoints.folder}"
-
-
 def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
     """Trains to the end, or until interrupted. Returns the exit code.
 
@@ -256,12 +229,14 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
     if start == steps:
         print(f"{config.folder} is finished: step {start} of {steps}", flush=True)
         return 0
-    if not start:
-        begin_folder(config.folder, job.fixed)
-        if job.plan is not None:
-            job.plan.save(planning.file_of(config.folder, 0))
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
-    checkpoints.drop_after(start)
+    if hosts.is_first():
+        if not start:
+            begin_folder(config.folder, job.fixed)
+            if job.plan is not None:
+                job.plan.save(planning.file_of(config.folder, 0))
+        checkpoints.drop_after(start)
+    hosts.wait_for_all(f"{config.folder} is ready")
     state = checkpoints.load(start, job.abstract) if start else init(job)
     train_step = compile_step(job)
     loss_of, is_finite = jax.jit(training.loss), jax.jit(all_finite)
@@ -272,26 +247,27 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
         every=output.log_every,
         tokens=data.batch_size * data.seq_len,
         max_skipped=config.optimizer.max_skipped,
+        writes=hosts.is_first(),
     )
     with checkpoints, log:
         for step in range(start + 1, steps + 1):
-            batch = read_batch(config, dataset, step - 1)
             if config.plan.memory_budget and planning.looks_again(step - 1):
                 with log.paused():
-                    job, said = replanned(job, step - 1, state, batch[0])
+                    tokens_bt = read_batch(config, dataset, step - 1)[0]
+                    job, said = replanned(job, step - 1, state, tokens_bt)
                     log.say(f"step {step - 1}: {said}")
                     if job.training is not training:
                         training, train_step = job.training, compile_step(job)
-            batch = jax.device_put(batch, job.tokens_abt.sharding)
-            state, measured = train_step(state, batch)
+            state, measured = train_step(state, device_batch(job, dataset, step - 1))
             log.train(step, measured)
             if step % output.eval_every == 0 or step == steps:
                 with log.paused():
                     loss = evaluate(loss_of, state, job, dataset)
                     log.validation(step, loss)
-            if step == steps:  # before the checkpoint that says that all is done
+            # Before the checkpoint that says that all is done.
+            if step == steps and hosts.is_first():
                 summary.write(config.folder, summarize(job, loss, log.speed))
-            stop = interrupt.received
+            stop = interrupt.agreed()
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
                     if not is_finite(state):
@@ -315,14 +291,6 @@ def replanned(
     return job, said
 
 
-def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
-    """Empties a folder of the run that it holds, and says which run is next."""
-    if (folder / "config.json").exists():
-        shutil.rmtree(folder)
-        folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(fixed, indent=1))
-
-
 def init(job: Job) -> State:
     shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
     return jax.jit(job.training.init, out_shardings=shardings)()
@@ -333,28 +301,48 @@ def compile_step(job: Job) -> Callable:
     began = time.perf_counter()
     shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
     step = jax.jit(job.training.step, donate_argnums=0, out_shardings=(shardings, None))
-    compiled = step.lower(job.abstract, job.tokens_abt).compile()
+    mesh = job.tokens_abt.sharding.mesh
+    with jax.set_mesh(mesh):
+        compiled = step.lower(job.abstract, job.tokens_abt).compile()
     weights = sum(x.size for x in jax.tree.leaves(job.abstract.params))
     device = jax.devices()[0]
+    sizes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
     print(
         f"\n{job.config.method.name}: {weights / 1e6:.2f} M parameters, "
-        f"{job.fixed['dtype']} on {jax.device_count()} x {device.device_kind}, "
+        f"{job.fixed['dtype']} on {mesh.size} x {device.device_kind}"
+        f"{sizes and f' ({sizes})'}, "
         f"compiled in {time.perf_counter() - began:.1f} s; {job.config.folder}",
         flush=True,
     )
     return compiled
 
 
-def read_batch(config: Config, dataset: Dataset, step: int) -> np.ndarray:
-    """The tokens of the step after ``step`` updates, (a, b, t + 1) int32."""
+def read_batch(
+    config: Config, dataset: Dataset, step: int, rows: slice = slice(None)
+) -> np.ndarray:
+    """The tokens of the step after ``step`` others, (a, b, t + 1) int32.
+
+    Of each microbatch ``rows`` alone.
+    """
     data = config.data
-    tokens_bt = dataset.batch(
+    read = functools.partial(
+        dataset.batch,
         step,
         batch_size=data.batch_size,
         seq_len=data.seq_len,
         seed=config.optimizer.seed,
     )
-    return tokens_bt.reshape(data.accumulate, -1, data.seq_len + 1)
+    numbers_ab = np.arange(data.batch_size).reshape(data.accumulate, -1)[:, rows]
+    return np.stack([read(rows=slice(b[0], b[-1] + 1)) for b in numbers_ab])
+
+
+def device_batch(job: Job, dataset: Dataset, step: int) -> jax.Array:
+    """The same on the devices; a process reads what its own ones hold."""
+
+    def read(start, stop):
+        return read_batch(job.config, dataset, step, slice(start, stop))
+
+    return sharding.from_parts(read, job.tokens_abt, axis=1)
 
 
 def read_validation(config: Config, dataset: Dataset) -> Iterator[np.ndarray]:
@@ -367,37 +355,21 @@ def read_validation(config: Config, dataset: Dataset) -> Iterator[np.ndarray]:
 
 def evaluate(loss_of: Callable, state: State, job: Job, dataset: Dataset) -> float:
     """Mean loss of the held-out batches."""
+    _, *shape = job.tokens_abt.shape
     mesh = job.tokens_abt.sharding.mesh
-    batches = (
-        jax.device_put(batch, NamedSharding(mesh, P("data")))
-        for batch in read_validation(job.config, dataset)
-    )
-    losses = [loss_of(state.params, batch) for batch in batches]
+    place, losses = NamedSharding(mesh, P(sharding.BATCH)), []
+    with jax.set_mesh(mesh):
+        for batch in read_validation(job.config, dataset):
+            tokens_bt = jax.make_array_from_callback(
+                tuple(shape), place, batch.__getitem__
+            )
+            losses.append(loss_of(state.params, tokens_bt))
     return float(np.mean(jax.device_get(losses)))
 
 
 def summarize(job: Job, loss: float, speed: float) -> dict[str, Any]:
     held = summary.held_bytes(job.training, job.tokens_abt)
     return {"valid_loss": loss, "tokens_per_second": speed} | held
-
-
-class Interrupt:
-    """Takes note of the first SIGTERM or Ctrl-C; a second one kills."""
-
-    received: signal.Signals | None = None
-
-    def __enter__(self) -> "Interrupt":
-        both = (signal.SIGTERM, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._note) for number in both}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, signal.SIG_DFL)
 
 
 if __name__ == "__main__":

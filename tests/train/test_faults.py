@@ -6,7 +6,6 @@ Each goes on from its last good step, to the bit, or stops and says what and whe
 import contextlib
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -125,9 +124,12 @@ def test_a_run_killed_twenty_times_repeats_the_undisturbed_one(
     assert resumed(pretrain_process, arguments, tmp_path) == undisturbed
 
 
-def full_disk():
-    """The kernel refuses to let a file grow beyond 64 KiB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+# The kernel lets no file grow beyond 64 KiB.
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+sys.exit(pretrain.main())
+"""
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost(
@@ -141,7 +143,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(
     last = max(int(p.name) for p in checkpoints.iterdir())
 
     starved = pretrain_process(
-        *arguments, "--out", tmp_path, "--resume", preexec_fn=full_disk
+        *arguments, "--out", tmp_path, "--resume", code=FULL_DISK
     )
     printed = starved.communicate()[0]
     assert starved.returncode == 1, printed

@@ -365,12 +365,13 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
     """Ids outside the vocabulary in the third, fourth and sixth batch."""
     whole = pretrain.read_batch
 
-    def read_batch(config, dataset, step):
-        return whole(config, dataset, step) + 1000 * (step in (2, 3, 5))
+    def read_batch(config, dataset, step, *rows):
+        return whole(config, dataset, step, *rows) + 1000 * (step in (2, 3, 5))
 
     monkeypatch.setattr(pretrain, "read_batch", read_batch)
     arguments = ["--data", str(book), *SMALL, "--method", "compact", "--steps", "8"]
-    arguments += ["--checkpoint-every", "3", "--period", "2", "--out", str(tmp_path)]
+    arguments += ["--checkpoint-every", "3", "--period", "2", "--keep", "3"]
+    arguments += ["--out", str(tmp_path)]
     assert pretrain.main(arguments) == 0
     rows = rows_of(tmp_path / "compact")
     before = losses_of(tmp_path / "compact")
@@ -393,6 +394,21 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--mesh", "fsdp=3"], "as many places as there are devices, 4, got 'fsdp=3'"),
+        (["--mesh", "model=4"], "--mesh must be sizes of data, fsdp, tensor, as"),
+        (
+            ["--blocks", "5"],
+            "blocks must divide the layer's input width 48 and its rank",
+        ),
+        (["--process", "0"], "--process need --coordinator host:port"),
+        (
+            ["--coordinator", "here"],
+            "--coordinator must be host:port or auto, got 'her",
+        ),
+        (
+            ["--coordinator", "here:1", "--processes", "2", "--process", "2"],
+            "--process must be from 0 to --processes less 1, got 2 of 2",
+        ),
         (["--max-skipped", "-1"], "--max-skipped must not be negative, got -1"),
         (["--stepz", "3"], "unrecognized arguments: --stepz"),
         (["--step", "3"], "unrecognized arguments: --step"),
@@ -413,7 +429,7 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--warmup", "1"], "--warmup must be in [0, 1), got 1.0"),
         (
             ["--batch-size", "6"],
-            "number of devices, 1 * 4, got 6",
+            "devices that share a batch, 1 * 4, got 6",
         ),
         (["--accumulate", "2"], "2 * 4, got 4"),
         (["--seq-len", "65"], "--seq-len must be at most 64"),

@@ -1,0 +1,72 @@
+"""The folder of a run: which run it holds, and from where that can go on."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import hosts
+from checkpoint import Checkpoints
+from options import Config
+from training import State
+
+
+def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
+    """Empties a folder of the run that it holds, and says which run is next."""
+    if (folder / "config.json").exists():
+        shutil.rmtree(folder)
+        folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fixed, indent=1))
+
+
+def find_start(config: Config, fixed: dict[str, Any], abstract: State) -> int:
+    """The step to begin at: a checkpoint's that fits and is whole, or 0."""
+    folder, output = config.folder, config.output
+    if not output.resume:
+        if (folder / "config.json").exists() and not output.overwrite:
+            raise ValueError(
+                f"{folder} holds a run already: --resume continues it, --overwrite "
+                f"starts anew, --out names another folder"
+            )
+        return 0
+    checkpoints = Checkpoints(folder / "checkpoints")
+    steps = checkpoints.steps()
+    if output.resume is True and not steps:
+        print(f"{folder} holds no checkpoint: starting from the beginning")
+        return 0
+    require_same(folder, fixed)
+    step = steps[-1] if output.resume is True else output.resume
+    checkpoints.check(step, abstract)
+    return step
+
+
+def require_same(folder: Path, fixed: dict[str, Any]) -> None:
+    """Raises ValueError for what differs from the run in a folder, with both values."""
+    try:
+        before = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder} cannot be resumed: which run it holds is unknown, its "
+            f"config.json cannot be read ({error})"
+        ) from error
+    differences = [
+        f"{name} was {before.get(name)!r} and is {value!r} now"
+        for name, value in fixed.items()
+        if json.dumps(before.get(name)) != json.dumps(value)
+    ]
+    if differences:
+        raise ValueError(f"{folder} cannot be resumed: {'; '.join(differences)}")
+
+
+def told(error: Exception, folder: Path) -> str:
+    """What stopped a run, and from where it can go on."""
+    what = str(error).partition("\n")[0]
+    if hosts.several():
+        what = f"process {jax.process_index()} of {jax.process_count()}: {what}"
+    checkpoints = Checkpoints(folder / "checkpoints")
+    steps = checkpoints.steps()
+    if not steps:
+        return f"{what}; there is no checkpoint yet"
+    return f"{what}; the last good checkpoint is step {steps[-1]}, {checkpoints.folder}"

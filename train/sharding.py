@@ -1,0 +1,146 @@
+"""Where a run's arrays lie: a mesh of all devices, and a rule for each parameter.
+
+    data      each device has all weights, and its share of a batch
+    fsdp      a share of the batch, and of each weight and its moments: a layer's
+              weights are gathered when it is their turn
+    tensor    a share of each matrix product
+
+The axes are automatic ones: XLA partitions the program that one device would run, and
+which numbers a run finds does not depend on the mesh, up to the order of sums.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxcompact.paths import path_name
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")
+
+# What of the mesh shares each axis of a parameter, of its gradient (a sketch's r stands
+# for n) and of its moments. The axis that a product sums over is fsdp's: shared along
+# the other one, products would be as in tensor parallelism, of all tokens. The axis of
+# layers, which is scanned over, stays whole.
+RULES = {
+    r"layers/(attn/(q|k|v)|mlp/(gate|up))/kernel": P(None, "fsdp", "tensor"),
+    r"layers/(attn/o|mlp/down)/kernel": P(None, "tensor", "fsdp"),
+    r"embed/embedding": P(("tensor", "fsdp"), None),
+    r"head/kernel": P("fsdp", "tensor"),
+}
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes by axis.
+
+    >>> parse_mesh("fsdp=4,tensor=2")
+    {'fsdp': 4, 'tensor': 2}
+    """
+    sizes = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
+            raise ValueError(
+                f"--mesh must be sizes of {', '.join(AXES)}, as fsdp=4,tensor=2, "
+                f"got {text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def make_mesh(text: str | None) -> Mesh:
+    """A mesh of every device there is; those that ``text`` leaves over are data's."""
+    sizes = parse_mesh(text) if text else {}
+    devices = jax.device_count()
+    others = int(np.prod([sizes.get(axis, 1) for axis in AXES[1:]]))
+    sizes = {"data": max(1, devices // others)} | sizes
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    if np.prod(shape) != devices:
+        raise ValueError(
+            f"--mesh must have as many places as there are devices, {devices}, got "
+            f"{text!r}: {' * '.join(map(str, shape))}"
+        )
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def shares_of_batch(mesh: Mesh) -> int:
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def placed(abstract: Any, mesh: Mesh) -> Any:
+    """The shapes of a state with the sharding of each leaf, from its path."""
+
+    def leaf(path, x):
+        sharding = NamedSharding(mesh, spec_of(path_name(path), x.shape, mesh))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map_with_path(leaf, abstract)
+
+
+def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The rule for a parameter, or for what the optimizer keeps of it; P() without one.
+
+    An axis of the mesh that does not divide the array's is left out of it.
+    """
+    rules = (s for pattern, s in RULES.items() if re.fullmatch(f".*/{pattern}", name))
+    spec = next(rules, P())
+    if len(spec) != len(shape):
+        return P()
+    return P(*(_dividing(axes, n, mesh) for axes, n in zip(spec, shape, strict=True)))
+
+
+def _dividing(axes: Any, size: int, mesh: Mesh) -> tuple[str, ...] | None:
+    kept = []
+    for axis in (axes,) if isinstance(axes, str) else axes or ():
+        if size % mesh.shape[axis] == 0:
+            kept.append(axis)
+            size //= mesh.shape[axis]
+    return tuple(kept) or None
+
+
+def in_force() -> jax.sharding.AbstractMesh | None:
+    """The mesh that is traced for (`jax.set_mesh`), if it has several devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if mesh.axis_names == AXES and mesh.size > 1 else None
+
+
+def laid_out(x: jax.Array, *axes: Any) -> jax.Array:
+    """``x``, each of whose axes the mesh in force shares so; without one, ``x``."""
+    mesh = in_force()
+    if mesh is None:
+        return x
+    pairs = zip(axes, x.shape, strict=True)
+    spec = P(*(_dividing(names, size, mesh) for names, size in pairs))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def of_batch(x: jax.Array, last: str | None = None) -> jax.Array:
+    """Activations: the first axis is the batch's, the last one may be ``"tensor"``'s.
+
+    To be said of each product's result: XLA may also share a product along the axis
+    that its weights are shared along, for which it gathers all tokens.
+    """
+    return laid_out(x, BATCH, *(None,) * (x.ndim - 2), last)
+
+
+def from_parts(
+    read: Callable[[int, int], np.ndarray], abstract: jax.ShapeDtypeStruct, axis: int
+) -> jax.Array:
+    """An array of which each process reads what its own devices hold.
+
+    ``read(start, stop)`` gives that part of the sharded ``axis``; called once for each.
+    """
+    known: dict[tuple[int, int], np.ndarray] = {}
+
+    def part(index):
+        start, stop, _ = index[axis].indices(abstract.shape[axis])
+        if (start, stop) not in known:
+            known[start, stop] = read(start, stop)
+        return known[start, stop]
+
+    return jax.make_array_from_callback(abstract.shape, abstract.sharding, part)
