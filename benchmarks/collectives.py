@@ -1,0 +1,136 @@
+"""What a training step sends between devices, as compiled for cards that are not here.
+
+    python benchmarks/collectives.py run     # the rows of docs/results.md
+    python benchmarks/collectives.py table
+
+Needs no card: pip install ".[train,memory]". Methods as of memory.py, the projections
+of compact in as many blocks as tensor has devices.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
+RESULTS = ROOT / "benchmarks/results/collectives.jsonl"
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import memory  # noqa: E402
+import optax  # noqa: E402
+from step import provenance  # noqa: E402
+
+import sharding  # noqa: E402
+import summary  # noqa: E402
+from configs import MODELS  # noqa: E402
+from jaxcompact.memory import compiler, devices  # noqa: E402
+from jaxcompact.memory.collectives import KINDS, collectives  # noqa: E402
+from training import Training  # noqa: E402
+
+METHODS = ("exact", "compact")
+# (model, batch, seq, sizes of data, fsdp and tensor)
+SETTINGS = [
+    ("350m", 8 * 128, 256, (8, 1, 1)),
+    ("350m", 8 * 128, 256, (1, 8, 1)),
+    ("350m", 8 * 128, 256, (2, 2, 2)),
+]
+
+
+def main() -> None:
+    if sys.argv[1:] == ["table"]:
+        table()
+        return
+    if sys.argv[1:] != ["run"]:
+        raise SystemExit(__doc__)
+    known = {key(row) for row in rows()}
+    for model, batch, seq, sizes in SETTINGS:
+        for method in METHODS:
+            if (model, batch, seq, sizes, method) not in known:
+                row = measure(model, batch, seq, sizes, method)
+                print(json.dumps(row), flush=True)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+
+
+def rows() -> list[dict]:
+    text = RESULTS.read_text() if RESULTS.exists() else ""
+    return list(map(json.loads, text.splitlines()))
+
+
+def key(row: dict) -> tuple:
+    names = ("model", "batch", "seq", "mesh", "method")
+    return tuple(tuple(x) if isinstance(x := row[n], list) else x for n in names)
+
+
+def program(
+    model: str, batch: int, seq: int, sizes: tuple[int, ...], method: str
+) -> tuple[Training, jax.ShapeDtypeStruct, compiler.Program]:
+    cfg = MODELS[model]
+    training = Training(
+        replace(cfg, max_seq=max(seq, cfg.max_seq)),
+        replace(memory.parse(method), blocks=sizes[-1]),
+        optax.constant_schedule(1e-4),
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.bfloat16,
+        attention="cudnn",
+    )
+    mesh = jax.sharding.AbstractMesh(
+        sizes, sharding.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
+    )
+    state = sharding.placed(training.abstract, mesh)
+    specs = jax.tree.map(lambda x: x.sharding.spec, state)
+    tokens_abt = jax.ShapeDtypeStruct(
+        (1, batch, seq + 1),
+        jnp.int32,
+        sharding=jax.NamedSharding(mesh, jax.P(None, sharding.BATCH)),
+    )
+
+    def step(state, tokens_abt):
+        state, measured = training.step(state, tokens_abt)
+        return jax.lax.with_sharding_constraint(state, specs), measured
+
+    card = devices()["h200"]
+    jitted = jax.jit(step, donate_argnums=0)
+    lowered = compiler.lower(jitted, (state, tokens_abt), card, None, None)
+    return training, tokens_abt, compiler.compile_lowered(lowered, card)
+
+
+def measure(
+    model: str, batch: int, seq: int, sizes: tuple[int, ...], method: str
+) -> dict:
+    training, tokens_abt, compiled = program(model, batch, seq, sizes, method)
+    stats = compiled.stats
+    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return {
+        "model": model,
+        "batch": batch,
+        "seq": seq,
+        "mesh": sizes,
+        "method": method,
+        "gradient_bytes": summary.held_bytes(training, tokens_abt)["gradient_bytes"],
+        **collectives(compiled.text),
+        "peak_bytes": peak,
+        **provenance(),
+        "device": "h200",
+    }
+
+
+def table() -> None:
+    kinds = [kind for kind in KINDS if any(row.get(kind) for row in rows())]
+    print(f"| mesh | method | gradients | {' | '.join(kinds)} | peak GiB |")
+    print("|---" * (len(kinds) + 4) + "|")
+    for row in rows():
+        sizes = zip(sharding.AXES, row["mesh"], strict=True)
+        mesh = " ".join(f"{axis}={n}" for axis, n in sizes if n > 1)
+        sent = " | ".join(f"{row.get(kind, 0) / 2**20:,.1f}" for kind in kinds)
+        print(
+            f"| {mesh} | {row['method']} | {row['gradient_bytes'] / 2**20:,.1f} "
+            f"| {sent} | {row['peak_bytes'] / 2**30:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
