@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options_and_data=[job.fixed for job in jobs],
             checkpoints=[job.start for job in jobs],
         )
-        for config in configs:
+        for config in configs if hosts.is_first() else ():
             config.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"pretrain.py: error: {error}", file=sys.stderr)

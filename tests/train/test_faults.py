@@ -22,6 +22,8 @@ RUN = "--batch-size 4 --seq-len 16 --eval-batches 2 --method compact --period 3"
 RUN += " --checkpoint-every 4 --eval-every 5 --log-every 50"
 STEPS = 120
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def arguments(words) -> list[str]:
@@ -99,7 +101,6 @@ def forked(pretrain_process) -> Iterator[subprocess.Popen]:
         server.wait()
 
 
-@pytest.mark.slow
 def test_a_run_killed_twenty_times_repeats_the_undisturbed_one(
     pretrain_process, arguments, undisturbed, tmp_path
 ):
