@@ -82,8 +82,8 @@ FORKS = """
 for line in sys.stdin:
     child = os.fork()
     if not child:
+        print(os.getpid(), flush=True)
         os._exit(pretrain.main(line.split()))
-    print(child, flush=True)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print("exit", code, flush=True)
 """
