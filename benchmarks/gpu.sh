@@ -28,7 +28,7 @@ if "$python" -c 'import jax; raise SystemExit(jax.default_backend() != "gpu")'; 
     large=(--model 1b --batch 32 --seq 1024 --steps 10 --seconds 10)
     # The largest that fit the compiled program (docs/results.md), which have to run.
     batches=(exact:305 remat_nothing:6099 int4:2298 compact_int4:2326)
-    train=(--model 60m --steps 300 --batch 64 --seq 256)
+    train=(--model 60m --steps 300 --batch-size 64 --seq-len 256)
     plans=(7.0GiB 20.6GiB)
     on_gpu=1
 else
@@ -36,7 +36,7 @@ else
     small=(--model tiny --batch 4 --seq 64 --dtype float32 --steps 3 --seconds 5)
     large=("${small[@]}")
     batches=(int4:8)
-    train=(--model tiny --steps 4 --batch 2 --seq 32)
+    train=(--model tiny --steps 4 --batch-size 2 --seq-len 32)
     plans=()
     on_gpu=
 fi
@@ -102,12 +102,15 @@ done
 # The allocator's peak beside that of the compiled program: within 2 %.
 [ -z "$on_gpu" ] ||
     limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
-for method in exact compact; do
-    limited "train_$method" 150 "$python" train/pretrain.py --method "$method" \
-        "${train[@]}" --out "$out/train"
+for name in exact compact int4; do # losses at equal steps
+    folder=$(mktemp -d)
+    # shellcheck disable=SC2046
+    limited "train_$name" 150 "$python" train/pretrain.py $(of "$name") "${train[@]}" \
+        --out "$folder"
+    [ -e "$out/train_$name.jsonl" ] ||
+        cp "$folder"/*/metrics.jsonl "$out/train_$name.jsonl" 2>/dev/null
+    rm -r "$folder"
 done
-limited train_int4 150 "$python" train/pretrain.py --method exact --checkpoint int4 \
-    "${train[@]}" --out "$out/train"
 if [ ${#plans[@]} -gt 0 ]; then # at full recomputation's peaks
     step plan "${small[@]}" --plan "${plans[0]}"
     step 1b_plan "${large[@]}" --plan "${plans[1]}"

@@ -39,12 +39,21 @@ def test_shell_blocks_name_make_targets_and_scripts_that_exist():
             assert words[0] == "python" and (ROOT / words[1]).is_file(), line
 
 
-def test_pretraining_options_in_the_readme_are_understood():
+def test_training_options_in_the_readme_are_understood():
+    import finetune_options
     import options
 
+    parsed = {
+        "train/pretrain.py": options.parse,
+        "train/finetune.py": finetune_options.parse,
+    }
+    seen = set()
     for line in "\n".join(blocks("sh")).splitlines():
-        if line.startswith("python train/pretrain.py --model"):
-            assert options.parse(line.split()[2:])
+        words = line.split("#")[0].split()
+        if len(words) > 3 and words[1] in parsed:
+            assert parsed[words[1]](words[2:])
+            seen.add(words[1])
+    assert seen == set(parsed)
 
 
 @pytest.mark.parametrize("link", re.findall(r"\]\((?!http)([^)]+)\)", README))
@@ -53,7 +62,8 @@ def test_links_lead_somewhere(link):
 
 
 @pytest.mark.parametrize(
-    "script", ["pretraining", "checkpointing", "memory", "models", "plans"]
+    "script",
+    ["pretraining", "checkpointing", "memory", "models", "plans", "finetuning"],
 )
 def test_results_hold_the_tables_that_the_benchmarks_print(script):
     command = [sys.executable, f"benchmarks/{script}.py", "table"]

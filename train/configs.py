@@ -1,6 +1,7 @@
-"""LLaMA shapes: those of the GaLore and CompAct papers, and a `tiny` for a CPU."""
+"""Shapes of LLaMA and RoBERTa: the papers', and a tiny one of each for a CPU."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,8 @@ class ModelConfig:
 
     def __post_init__(self):
         sizes = ("vocab_size", "width", "ff", "layers", "heads", "max_seq")
-        for name in sizes if self.kv_heads is None else (*sizes, "kv_heads"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a positive int, got {value!r}")
-        for name in ("rope_theta", "norm_eps", "init_std"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.width % self.heads:
-            raise ValueError(
-                f"width must be divisible by heads ({self.heads}), got {self.width}"
-            )
+        sizes = sizes if self.kv_heads is None else (*sizes, "kv_heads")
+        _check(self, sizes, ("rope_theta", "norm_eps", "init_std"))
         if self.head_dim % 2:
             raise ValueError(
                 f"width / heads must be even, RoPE turns pairs; got "
@@ -70,6 +62,70 @@ class ModelConfig:
         return self.heads if self.kv_heads is None else self.kv_heads
 
 
+@dataclass(frozen=True)
+class RobertaConfig:
+    """The shape of a RoBERTa; the defaults are roberta-base's.
+
+    Attributes:
+        vocab_size, width, ff, layers, heads, max_seq, norm_eps, init_std: as above.
+        labels: outputs of the classification head; 0 for the head of masked words.
+        dropout: of hidden states, when a model is fine-tuned.
+        bos_id, pad_id, eos_id: of ``<s>``, ``<pad>`` and ``</s>``.
+        mask_id: of ``<mask>``; None where no words are masked.
+
+    Raises ValueError for sizes that are not positive ints or do not fit together.
+
+    >>> RobertaConfig().head_dim
+    64
+    """
+
+    vocab_size: int = 50265
+    width: int = 768
+    ff: int = 3072
+    layers: int = 12
+    heads: int = 12
+    max_seq: int = 512
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    labels: int = 0
+    dropout: float = 0.1
+    bos_id: int = 0
+    pad_id: int = 1
+    eos_id: int = 2
+    mask_id: int | None = None
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "width", "ff", "layers", "heads", "max_seq")
+        _check(self, sizes, ("norm_eps", "init_std"))
+        if type(self.labels) is not int or self.labels < 0:
+            raise ValueError(f"labels must be 0 or more, got {self.labels!r}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def positions(self) -> int:
+        """Rows of the table of positions: those up to padding's id are not used."""
+        return self.max_seq + self.pad_id + 1
+
+
+def _check(cfg: Any, sizes: tuple[str, ...], positive: tuple[str, ...]) -> None:
+    for name in sizes:
+        value = getattr(cfg, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    for name in positive:
+        if not getattr(cfg, name) > 0:
+            raise ValueError(f"{name} must be positive, got {getattr(cfg, name)}")
+    if cfg.width % cfg.heads:
+        raise ValueError(
+            f"width must be divisible by heads ({cfg.heads}), got {cfg.width}"
+        )
+
+
 MODELS = {
     # 0.02 would take a narrow model hundreds of steps to grow out of.
     "tiny": ModelConfig(
@@ -82,4 +138,8 @@ MODELS = {
     "7b": ModelConfig(width=4096, ff=11008, layers=32, heads=32),
     "13b": ModelConfig(width=5120, ff=13824, layers=40, heads=40),
     "70b": ModelConfig(width=8192, ff=28672, layers=80, heads=64, kv_heads=8),
+    "roberta-tiny": RobertaConfig(
+        width=128, ff=512, layers=4, heads=4, max_seq=256, init_std=0.05
+    ),
+    "roberta-base": RobertaConfig(),
 }

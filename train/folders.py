@@ -9,7 +9,6 @@ import jax
 
 import hosts
 from checkpoint import Checkpoints
-from options import Config
 from training import State
 
 
@@ -21,7 +20,7 @@ def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(fixed, indent=1))
 
 
-def find_start(config: Config, fixed: dict[str, Any], abstract: State) -> int:
+def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
     """The step to begin at: a checkpoint's that fits and is whole, or 0."""
     folder, output = config.folder, config.output
     if not output.resume:

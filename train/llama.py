@@ -14,6 +14,7 @@ from flax import nnx
 import jaxcompact as jc
 from configs import ModelConfig
 from jaxcompact.nnx import Linear
+from loss import next_token_loss
 from sharding import of_batch
 
 Checkpoint = jc.Policy | Callable[..., Any] | Literal["nothing"] | None
@@ -128,6 +129,48 @@ def default_attention(dtype: Any) -> str:
     return "cudnn" if on_gpu and jnp.dtype(dtype).itemsize == 2 else "xla"
 
 
+def check_options(checkpoint: Any, attention: Any) -> None:
+    """Raises ValueError for what is no `Checkpoint` or no way of attention."""
+    if not (checkpoint in (None, "nothing") or callable(checkpoint)) and not hasattr(
+        checkpoint, "decide"
+    ):
+        raise ValueError(
+            f'checkpoint must be None, "nothing" or a policy, got {checkpoint!r}'
+        )
+    if not (attention in (None, "cudnn", "xla") or callable(attention)):
+        raise ValueError(
+            f'attention must be None, "cudnn", "xla" or a function, got {attention!r}'
+        )
+
+
+def scan_layers(
+    layers: nnx.Module,
+    call: Callable[..., jax.Array],
+    x_btd: jax.Array,
+    checkpoint: Checkpoint,
+    *each: jax.Array,
+) -> jax.Array:
+    """x through stacked layers: ``call(layer, x_btd, *of_each)`` for one after another.
+
+    The first axis of ``each`` is that of the layers too.
+    """
+    graphdef, stack = nnx.split(layers)
+
+    # jax.lax.scan and not nnx.scan: that one also returns the layers' weights,
+    # stacked anew, because they might have changed.
+    def layer(x_btd, of_layer):
+        state, *of_each = of_layer
+        return call(nnx.merge(graphdef, state), x_btd, *of_each), None
+
+    if hasattr(checkpoint, "decide"):
+        layer = jc.checkpoint(layer, policy=checkpoint, params=1, prevent_cse=False)
+    elif checkpoint is not None:
+        policy = None if checkpoint == "nothing" else checkpoint
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
+    x_btd, _ = jax.lax.scan(layer, x_btd, (stack, *each))
+    return x_btd
+
+
 class Llama(nnx.Module):
     """A decoder whose layers are stacked, ``layers/attn/q/kernel`` is (L, n, m).
 
@@ -162,17 +205,7 @@ class Llama(nnx.Module):
         attention: str | Callable | None = None,
         rngs: nnx.Rngs,
     ):
-        if not (
-            checkpoint in (None, "nothing") or callable(checkpoint)
-        ) and not hasattr(checkpoint, "decide"):
-            raise ValueError(
-                f'checkpoint must be None, "nothing" or a policy, got {checkpoint!r}'
-            )
-        if not (attention in (None, "cudnn", "xla") or callable(attention)):
-            raise ValueError(
-                f'attention must be None, "cudnn", "xla" or a function, '
-                f"got {attention!r}"
-            )
+        check_options(checkpoint, attention)
         if attention is None:
             attention = default_attention(dtype)
         linear = partial(
@@ -212,21 +245,18 @@ class Llama(nnx.Module):
                 f"tokens_bt must be at most max_seq = {cfg.max_seq} long, got {length}"
             )
         tables = rope_tables(length, cfg.head_dim, cfg.rope_theta)
-        graphdef, stack = nnx.split(self.layers)
-
-        # jax.lax.scan and not nnx.scan: that one also returns the layers' weights,
-        # stacked anew, because they might have changed.
-        def layer(x_btd, state):
-            return nnx.merge(graphdef, state)(x_btd, *tables), None
-
-        policy = self.checkpoint
-        if hasattr(policy, "decide"):
-            layer = jc.checkpoint(layer, policy=policy, params=1, prevent_cse=False)
-        elif policy is not None:
-            policy = None if policy == "nothing" else policy
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-        x_btd, _ = jax.lax.scan(layer, of_batch(self.embed(tokens_bt)), stack)
+        x_btd = scan_layers(
+            self.layers,
+            lambda layer, x_btd: layer(x_btd, *tables),
+            of_batch(self.embed(tokens_bt)),
+            self.checkpoint,
+        )
         return self.norm(x_btd)
+
+    def loss(self, tokens_bt: jax.Array) -> jax.Array:
+        """Mean loss of every token but the first, given those before it."""
+        hidden_btd = self.hidden(tokens_bt[:, :-1])
+        return next_token_loss(hidden_btd, self.output_kernel(), tokens_bt[:, 1:])
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Float32 (b, t, v), of what `hidden` returns."""

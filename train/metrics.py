@@ -37,6 +37,7 @@ class Log:
         tokens: that a step reads.
         max_skipped: steps in a row that may be without an update.
         writes: whether there are files; one process of several writes them.
+        perplexity: whether the loss is one of words.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class Log:
         tokens: int,
         max_skipped: int = 0,
         writes: bool = True,
+        perplexity: bool = True,
     ):
+        self.perplexity = perplexity
         self.steps, self.every, self.tokens = steps, every, tokens
         self.max_skipped = max_skipped
         self.speed: float | None = None  # tokens a second, all lines so far together
@@ -105,6 +108,12 @@ class Log:
         self._write(step, {"valid_loss": loss, "valid_perplexity": perplexity})
         self.say(f"step {step:6d}  validation loss {loss:.4f}  ppl {perplexity:.2f}")
 
+    def scores(self, step: int, scores: dict[str, float]) -> None:
+        """Of the held-out examples."""
+        self._write(step, scores)
+        text = "  ".join(f"{name} {score:.4f}" for name, score in scores.items())
+        self.say(f"step {step:6d}  {text}")
+
     def say(self, line: str) -> None:
         if self._bar:
             self._bar.clear()
@@ -156,16 +165,16 @@ class Log:
         self._done += count
         self._seconds += seconds
         self.speed = self.tokens * self._done / self._seconds
-        numbers = {
-            "perplexity": _perplexity(loss),
+        words = {"perplexity": _perplexity(loss)} if self.perplexity else {}
+        numbers = words | {
             "tokens_per_second": self.tokens * count / seconds,
             "step_ms": 1000 * seconds / count,
             "memory_bytes": memory_in_use(),
         }
         eta = (self.steps - step) * self._seconds / self._done
+        ppl = f"ppl {words['perplexity']:.2f}  " if words else ""
         self.say(
-            f"step {step:6d}/{self.steps}  loss {loss:.4f}  "
-            f"ppl {numbers['perplexity']:.2f}  "
+            f"step {step:6d}/{self.steps}  loss {loss:.4f}  {ppl}"
             f"{numbers['tokens_per_second']:,.0f} tokens/s  "
             f"{numbers['step_ms']:.1f} ms/step  "
             f"{megabytes(numbers['memory_bytes'])}  eta {duration(eta)}"

@@ -1,10 +1,10 @@
-"""The command line of pretrain.py: one small dataclass for each concern."""
+"""The command line: one small dataclass for each concern of pretrain.py."""
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from configs import MODELS
 from jaxcompact.memory import devices
@@ -56,7 +56,11 @@ def rank(text: str) -> int | float:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    model: str = option("tiny", "shape of the LLaMA", choices=tuple(MODELS))
+    model: str = option(
+        "tiny",
+        "shape: a LLaMA, or a RoBERTa that learns masked words",
+        choices=tuple(MODELS),
+    )
     dtype: str | None = option(
         None,
         "of the computation (default: bfloat16 on a GPU, float32 on a CPU)",
@@ -127,8 +131,10 @@ class MethodOptions:
         int,
     )
 
+    own: ClassVar[dict[str, dict[str, Any]]] = DEFAULTS
+
     def __post_init__(self):
-        _positive(self, "period", "alpha", "output_alpha", "blocks")
+        positive(self, "period", "alpha", "output_alpha", "blocks")
 
     @property
     def names(self) -> list[str]:
@@ -144,14 +150,14 @@ class MethodOptions:
     def of(self, name: str) -> Method:
         """The method of that name, with its own defaults and with what was given."""
         given = {k: v for k, v in asdict(self).items() if k in READS[name]}
-        own = {k: v for k, v in DEFAULTS[name].items() if k in given}
+        own = {k: v for k, v in self.own[name].items() if k in given}
         return Method(name, **own | {k: v for k, v in given.items() if v is not None})
 
     def check(self) -> None:
         read = {option for name in self.names for option in READS[name]}
         for name, value in asdict(self).items():
             if name != "method" and value is not None and name not in read:
-                raise ValueError(f"{_flag(name)} is not an option of {self.method}")
+                raise ValueError(f"{flag(name)} is not an option of {self.method}")
 
 
 @dataclass(frozen=True)
@@ -199,15 +205,9 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
-class OptimizerOptions:
-    lr: float | None = option(
-        None,
-        "peak learning rate (default: "
-        + ", ".join(f"{name} {own['lr']}" for name, own in DEFAULTS.items())
-        + ", good for tiny)",
-        float,
-    )
-    steps: int = option(400, "updates", int)
+class UpdateOptions:
+    """What every optimizer here has."""
+
     warmup: float = option(
         0.1,
         "fraction of the steps in which the rate rises; then a cosine to 10 %%",
@@ -224,7 +224,7 @@ class OptimizerOptions:
     seed: int = option(0, "of initial weights, projections and order of the data", int)
 
     def __post_init__(self):
-        _positive(self, "lr", "steps", "clip")
+        positive(self, "clip")
         if self.max_skipped < 0:
             raise ValueError(
                 f"--max-skipped must not be negative, got {self.max_skipped}"
@@ -240,13 +240,32 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
+class OptimizerOptions(UpdateOptions):
+    lr: float | None = option(
+        None,
+        "peak learning rate (default: "
+        + ", ".join(f"{name} {own['lr']}" for name, own in DEFAULTS.items())
+        + ", good for tiny)",
+        float,
+    )
+    steps: int = option(400, "updates", int)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "lr", "steps")
+
+
+@dataclass(frozen=True)
 class DataOptions:
     data: str | None = option(
         None,
         "a file or directory of text, JSON lines (also .gz, .xz, .zst) or Parquet, or "
         "hf:allenai/c4 (default: the source of Python's standard library)",
     )
-    tokenizer: str = option("bytes", "bytes, bpe:8192, or the path of a tokenizer.json")
+    tokenizer: str = option(
+        "bytes",
+        "bytes, bpe:8192, roberta:8192 for a RoBERTa, or the path of a tokenizer.json",
+    )
     max_tokens: int | None = option(
         None, "of the training text to read (default: all; of hf: what is needed)", int
     )
@@ -255,7 +274,7 @@ class DataOptions:
     seq_len: int = option(128, "tokens a sequence", int)
 
     def __post_init__(self):
-        _positive(self, "max_tokens", "batch_size", "accumulate", "seq_len")
+        positive(self, "max_tokens", "batch_size", "accumulate", "seq_len")
 
 
 @dataclass(frozen=True)
@@ -276,7 +295,7 @@ class DeviceOptions:
     process: int | None = option(None, "which one this is, from 0", int)
 
     def __post_init__(self):
-        _positive(self, "processes")
+        positive(self, "processes")
         if self.mesh:
             parse_mesh(self.mesh)
         numbers = (self.processes, self.process)
@@ -296,7 +315,9 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True)
-class OutputOptions:
+class FolderOptions:
+    """What a run leaves behind."""
+
     out: Path | None = option(
         None,
         "folder of the run, each method in one of its own (default: runs/MODEL)",
@@ -314,18 +335,31 @@ class OutputOptions:
     overwrite: bool = option(
         False, "start anew in a folder that holds a run", None, action="store_true"
     )
+    export: bool = option(
+        False,
+        "write the trained weights and the tokenizer to METHOD/weights, as Hugging "
+        "Face has them",
+        None,
+        action="store_true",
+    )
     checkpoint_every: int = option(100, "steps", int)
     keep: int = option(2, "checkpoints, the newest", int)
-    eval_every: int = option(50, "steps; always at the end", int)
-    eval_batches: int = option(16, "batches of the held-out text", int)
     log_every: int = option(20, "steps", int)
 
     def __post_init__(self):
-        _positive(
-            self, "checkpoint_every", "keep", "eval_every", "eval_batches", "log_every"
-        )
+        positive(self, "checkpoint_every", "keep", "log_every")
         if self.resume is not False and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other")
+
+
+@dataclass(frozen=True)
+class OutputOptions(FolderOptions):
+    eval_every: int = option(50, "steps; always at the end", int)
+    eval_batches: int = option(16, "batches of the held-out text", int)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "eval_every", "eval_batches")
 
 
 @dataclass(frozen=True)
@@ -356,12 +390,6 @@ class Config:
 
 def parse(argv: Sequence[str] | None = None) -> list[Config]:
     """One config for each method. Exits as argparse does; raises ValueError."""
-    parser = argparse.ArgumentParser(
-        "pretrain.py",
-        usage="%(prog)s [options]",
-        description="Pretrain a LLaMA.",
-        allow_abbrev=False,
-    )
     parts = {
         "model": ModelOptions,
         "method": MethodOptions,
@@ -371,21 +399,12 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
         "devices": DeviceOptions,
         "output": OutputOptions,
     }
-    for title, part in parts.items():
-        group = parser.add_argument_group(title)
-        for f in fields(part):
-            keywords = {k: v for k, v in f.metadata.items() if v is not None}
-            group.add_argument(_flag(f.name), default=f.default, **keywords)
-    values = vars(parser.parse_args(argv))
-    model, method, plan, optimizer, data, device, output = (
-        part(**{f.name: values[f.name] for f in fields(part)})
-        for part in parts.values()
+    description = "Pretrain a LLaMA, or a RoBERTa by masked words."
+    model, method, plan, optimizer, data, device, output = read(
+        "pretrain.py", description, parts, argv
     )
-    method.check()
     if method.checkpoint and (plan.plan or plan.memory_budget):
         raise ValueError("--checkpoint and a plan exclude each other")
-    if type(output.resume) is int and len(method.names) > 1:
-        raise ValueError("--resume STEP needs one --method: each has its own steps")
     configs = []
     for name in method.names:
         lr = optimizer.lr or DEFAULTS[name]["lr"]
@@ -394,12 +413,38 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
     return configs
 
 
-def _flag(name: str) -> str:
+def read(
+    program: str, description: str, parts: dict[str, type], argv: Sequence[str] | None
+) -> list[Any]:
+    """The parts, of which one has the key "method" and one "output", filled."""
+    parser = argparse.ArgumentParser(
+        program,
+        usage="%(prog)s [options]",
+        description=description,
+        allow_abbrev=False,
+    )
+    for title, part in parts.items():
+        group = parser.add_argument_group(title)
+        for f in fields(part):
+            keywords = {k: v for k, v in f.metadata.items() if v is not None}
+            group.add_argument(flag(f.name), default=f.default, **keywords)
+    values = vars(parser.parse_args(argv))
+    filled = {
+        title: part(**{f.name: values[f.name] for f in fields(part)})
+        for title, part in parts.items()
+    }
+    filled["method"].check()
+    if type(filled["output"].resume) is int and len(filled["method"].names) > 1:
+        raise ValueError("--resume STEP needs one --method: each has its own steps")
+    return list(filled.values())
+
+
+def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _positive(options: Any, *names: str) -> None:
+def positive(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and not value > 0:
-            raise ValueError(f"{_flag(name)} must be positive, got {value}")
+            raise ValueError(f"{flag(name)} must be positive, got {value}")

@@ -1,25 +1,23 @@
-"""Pretrain a LLaMA.
+"""Pretrain a LLaMA, or a RoBERTa by masked words.
 
     python train/pretrain.py                      # tiny: exact and compact, compared
     python train/pretrain.py --method compact --rank 0.5 --bits 4 --data book.txt
     python train/pretrain.py --method compact --resume
     python train/pretrain.py --model 350m --memory-budget 7GiB
     python train/pretrain.py --mesh fsdp=4,tensor=2      # of 8 devices
+    python train/pretrain.py --model roberta-tiny --tokenizer roberta:8192 --export
     python train/pretrain.py --help
 
 A run writes runs/MODEL/METHOD/ with metrics.jsonl, config.json, checkpoints/, with a
-budget plan.json, and for its methods together runs/MODEL/curves.png. SIGTERM and Ctrl-C
-finish the step and save.
+budget plan.json, with --export weights/, and for its methods together
+runs/MODEL/curves.png. SIGTERM and Ctrl-C finish the step and save.
 Exit codes: 0 done, 1 stopped by a fault that is named, as a full disk or losses that
 are not finite, 2 a wrong option or unusable data, 128 + n stopped by signal n.
 """
 
 import functools
 import json
-import logging
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,24 +35,23 @@ import options
 import planning
 import sharding
 import summary
-from checkpoint import CheckpointError, Checkpoints
-from configs import MODELS
+from checkpoint import Checkpoints
+from configs import MODELS, RobertaConfig
 from data import Dataset
 from data import prepare as prepare_data
-from folders import begin_folder, find_start, told
+from folders import begin_folder, find_start
 from hosts import Interrupt
 from metrics import Log, NotFinite
 from options import Config
 from planning import Planner
-from readers import DataError
+from roberta_weights import save_roberta
+from runs import compile_step, in_turn
+from tokenizer import special_ids
 from training import State, Training, all_finite, warmup_cosine
-
-FAULTS = (NotFinite, CheckpointError, DataError, OSError)
+from weights import save_llama
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Orbax logs each error in each of its threads before it raises it.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         configs = options.parse(argv)
         device = configs[0].device
@@ -75,25 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"pretrain.py: error: {error}", file=sys.stderr)
         return hosts.leave(2)
-    with Interrupt() as interrupt:
-        for job in jobs:
-            try:
-                code = train(job, dataset, interrupt)
-            except Exception as error:
-                known = isinstance(error, FAULTS)
-                if not known and not hosts.several():
-                    raise
-                if not known:  # a bug, or what tells that another process is gone
-                    traceback.print_exc()
-                print(
-                    f"pretrain.py: stopped: {told(error, job.config.folder)}",
-                    file=sys.stderr,
-                )
-                return hosts.leave(1)
-            if code:
-                return code
-    if not hosts.is_first():
-        return 0
+    code = in_turn("pretrain.py", jobs, lambda job, stop: train(job, dataset, stop))
+    if code or not hosts.is_first():
+        return code
     out = configs[0].folder.parent
     picture = curves.plot(out)
     print(f"\n{summary.table(out)}\n" + (f"\n{picture}" if picture else ""))
@@ -126,6 +107,10 @@ def prepare(config: Config, dataset: Dataset) -> Job:
     """Finds whatever is wrong before anything is trained. Raises ValueError."""
     model, opt, data = config.model, config.optimizer, config.data
     cfg = replace(MODELS[model.model], vocab_size=dataset.vocab_size)
+    if isinstance(cfg, RobertaConfig):
+        cfg = replace(cfg, **special_ids(dataset.tokenizer))
+        if config.plan.memory_budget:
+            raise ValueError(f"--memory-budget plans for a LLaMA, got {model.model}")
     if data.seq_len > cfg.max_seq:
         raise ValueError(
             f"--seq-len must be at most {cfg.max_seq}, the longest sequence of "
@@ -142,6 +127,10 @@ def prepare(config: Config, dataset: Dataset) -> Job:
         raise ValueError(
             "--memory-budget needs one process: plan in one, whose plan.json is --plan "
             "for all"
+        )
+    if config.output.export and hosts.several():
+        raise ValueError(
+            "--export needs one process: resume the finished run in one, with --export"
         )
     read_batch(config, dataset, 0)  # raises if the text is shorter than a sequence
     read_validation(config, dataset)
@@ -218,7 +207,7 @@ def first_plan(
     return planner.plan(found, lambda line: print(f"  {line}", flush=True))
 
 
-def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
+def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
     """Trains to the end, or until interrupted. Returns the exit code.
 
     Raises NotFinite, CheckpointError, DataError and OSError (of a full disk); what is
@@ -228,6 +217,9 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
     data, steps, output = config.data, config.optimizer.steps, config.output
     if start == steps:
         print(f"{config.folder} is finished: step {start} of {steps}", flush=True)
+        if output.export:
+            checkpoints = Checkpoints(config.folder / "checkpoints")
+            export(job, checkpoints.load(start, job.abstract), dataset)
         return 0
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
     if hosts.is_first():
@@ -276,7 +268,19 @@ def train(job: Job, dataset: Dataset, interrupt: "Interrupt") -> int:
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop
+    if output.export:
+        export(job, state, dataset)
     return 0
+
+
+def export(job: Job, state: State, dataset: Dataset) -> None:
+    """Writes the weights, and the tokenizer, as Hugging Face has them."""
+    folder = job.config.folder / "weights"
+    model = job.training.model(state.params)
+    save = save_roberta if isinstance(model.cfg, RobertaConfig) else save_llama
+    save(model, folder)
+    dataset.tokenizer.save(folder)
+    print(f"weights: {folder}", flush=True)
 
 
 def replanned(
@@ -294,27 +298,6 @@ def replanned(
 def init(job: Job) -> State:
     shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
     return jax.jit(job.training.init, out_shardings=shardings)()
-
-
-def compile_step(job: Job) -> Callable:
-    """The training step, which overwrites the state that it is given."""
-    began = time.perf_counter()
-    shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
-    step = jax.jit(job.training.step, donate_argnums=0, out_shardings=(shardings, None))
-    mesh = job.tokens_abt.sharding.mesh
-    with jax.set_mesh(mesh):
-        compiled = step.lower(job.abstract, job.tokens_abt).compile()
-    weights = sum(x.size for x in jax.tree.leaves(job.abstract.params))
-    device = jax.devices()[0]
-    sizes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
-    print(
-        f"\n{job.config.method.name}: {weights / 1e6:.2f} M parameters, "
-        f"{job.fixed['dtype']} on {mesh.size} x {device.device_kind}"
-        f"{sizes and f' ({sizes})'}, "
-        f"compiled in {time.perf_counter() - began:.1f} s; {job.config.folder}",
-        flush=True,
-    )
-    return compiled
 
 
 def read_batch(
@@ -368,7 +351,8 @@ def evaluate(loss_of: Callable, state: State, job: Job, dataset: Dataset) -> flo
 
 
 def summarize(job: Job, loss: float, speed: float) -> dict[str, Any]:
-    held = summary.held_bytes(job.training, job.tokens_abt)
+    _, sequences, length = job.tokens_abt.shape
+    held = summary.held_bytes(job.training, job.tokens_abt, sequences * (length - 1))
     return {"valid_loss": loss, "tokens_per_second": speed} | held
 
 

@@ -52,20 +52,22 @@ def read_records(paths: Iterable[Path]) -> Iterator[tuple[str, str | None]]:
 
 def _read(path: Path) -> Iterator[str | None]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    compression = suffixes.pop() if suffixes and suffixes[-1] in _COMPRESSED else ""
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
     if suffix == ".parquet":
         yield from _read_parquet(path)
         return
-    with _open(path, compression) as file:
+    with open_data(path) as file:
         if suffix in _JSON_SUFFIXES:
             yield from map(_parse_line, file)
         else:
             yield _decode(file.read())
 
 
-def _open(path: Path, compression: str) -> BinaryIO:
-    match compression:
+def open_data(path: Path) -> BinaryIO:
+    """The content of a file, as its suffix says to decompress it."""
+    match path.suffix.lower():
         case ".gz":
             return gzip.open(path)
         case ".xz":

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,19 @@ from training import Training
 _FILE = "summary.json"
 
 
-def held_bytes(training: Training, tokens_abt: jax.ShapeDtypeStruct) -> dict[str, int]:
+def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int]:
     """Bytes of one update's gradients, optimizer state and saved linear inputs.
 
+    ``batches`` are what `Training.gradients` takes, ``tokens`` those of a microbatch.
     All three follow from shapes. What else the backward pass finds (attention, the
     activations between the linears) is the same for all methods and not in them.
     """
     state = training.abstract
-    _, gradients = jax.eval_shape(training.gradients, state, tokens_abt)
-    _, sequences, length = tokens_abt.shape
+    _, gradients = jax.eval_shape(training.gradients, state, batches)
     return {
         "gradient_bytes": _size(gradients),
         "optimizer_bytes": _size(state.opt_state),
-        "linear_input_bytes": linear_input_bytes(
-            training, state.params, sequences * (length - 1)
-        ),
+        "linear_input_bytes": linear_input_bytes(training, state.params, tokens),
     }
 
 
@@ -62,19 +61,30 @@ def write(folder: Path, summary: dict[str, Any]) -> None:
 
 
 def table(out: Path) -> str:
-    """A line for each finished method in the folders below ``out``."""
-    columns = {
+    """A line for each finished method in the folders below ``out``.
+
+    Of a fine-tuned one its scores, of a pretrained one its loss.
+    """
+    summaries = {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted(out.glob(f"*/{_FILE}"))
+    }
+    columns: dict[str, Callable[[dict], str]] = {}
+    for name in next(iter(summaries.values()), {}).get("scores", ()):
+        columns[name] = lambda s, name=name: f"{100 * s['scores'][name]:.2f}"
+    columns = columns or {
         "validation loss": lambda s: f"{s['valid_loss']:.4f}",
         "perplexity": lambda s: f"{math.exp(s['valid_loss']):.2f}",
+    }
+    columns |= {
         "tokens/s": lambda s: f"{s['tokens_per_second']:,.0f}",
         "gradients": lambda s: megabytes(s["gradient_bytes"]),
         "optimizer state": lambda s: megabytes(s["optimizer_bytes"]),
         "linear inputs": lambda s: megabytes(s["linear_input_bytes"]),
     }
     lines = [["", *columns]]
-    for path in sorted(out.glob(f"*/{_FILE}")):
-        summary = json.loads(path.read_text(encoding="utf-8"))
-        lines.append([path.parent.name, *(show(summary) for show in columns.values())])
+    for name, summary in summaries.items():
+        lines.append([name, *(show(summary) for show in columns.values())])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])

@@ -1,6 +1,7 @@
 """Text to token ids and back.
 
     tokenizer = load_tokenizer("bytes")      # or "bpe:8192", or "path/tokenizer.json"
+    tokenizer = load_tokenizer("roberta:8192", texts)  # a BPE with RoBERTa's tokens
     [ids] = tokenizer.encode(["hello"])
     tokenizer.decode(ids)                    # "hello"
 
@@ -17,6 +18,8 @@ import numpy as np
 
 from readers import DataError, require
 
+# What a `roberta:N` begins with, in RoBERTa's order, which puts <mask> last.
+ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 
 # A vocabulary of any size is settled long before this much text; all of C4 is not read.
@@ -35,6 +38,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, leaving special tokens out."""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a special token, None if there is none of that name."""
+
     def save(self, folder: Path) -> None:
         """Leave in `folder` what `load_saved` needs."""
 
@@ -42,14 +48,16 @@ class Tokenizer(Protocol):
 def load_tokenizer(spec: str | os.PathLike, texts: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer named by `spec`; `texts` are what a `bpe:N` is trained on.
 
-    `bytes`: 256 bytes and end of text. `bpe:N`: byte-level BPE of at most N ids.
+    `bytes`: 256 bytes and end of text. `bpe:N`: byte-level BPE of at most N ids, among
+    them the end of text; `roberta:N`: the same with RoBERTa's five special tokens.
     Anything else is the path of a `tokenizer.json`. Raises DataError for a spec that is
     none of them.
     """
     if spec == "bytes":
         return ByteTokenizer()
     if (size := bpe_size(spec)) is not None:
-        return _train_bpe(texts, size)
+        special = ROBERTA if spec.startswith("roberta") else END_OF_TEXT[:1]
+        return _train_bpe(texts, size, special)
     return JsonTokenizer(_read_json(spec), str(spec))
 
 
@@ -67,16 +75,32 @@ def fingerprint(spec: str | os.PathLike) -> str:
 
 
 def bpe_size(spec: str | os.PathLike) -> int | None:
-    """N of `bpe:N`, None of another spec."""
+    """N of `bpe:N` and `roberta:N`, None of another spec."""
     kind, _, size = str(spec).partition(":")
-    if kind != "bpe":
+    if kind not in ("bpe", "roberta"):
         return None
-    if not size.isdecimal() or int(size) <= 256:
+    least = 256 if kind == "bpe" else 260
+    if not size.isdecimal() or int(size) <= least:
         raise DataError(
-            f"tokenizer {str(spec)!r}: N of bpe:N must be a number above 256 "
-            "(the bytes and the end of text)"
+            f"tokenizer {str(spec)!r}: N of {kind}:N must be a number above {least} "
+            "(the bytes and the special tokens)"
         )
     return int(size)
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """The fields of `RobertaConfig` that a tokenizer says.
+
+    Raises DataError for one without RoBERTa's special tokens.
+    """
+    names = {"bos_id": "<s>", "pad_id": "<pad>", "eos_id": "</s>", "mask_id": "<mask>"}
+    found = {field: tokenizer.token_id(token) for field, token in names.items()}
+    if missing := [names[field] for field, number in found.items() if number is None]:
+        raise DataError(
+            f"the tokenizer has no {', '.join(missing)}: a RoBERTa needs roberta:N, or "
+            f"a tokenizer.json with them"
+        )
+    return found
 
 
 class ByteTokenizer:
@@ -88,6 +112,9 @@ class ByteTokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def token_id(self, token: str) -> int | None:
+        return None
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -120,6 +147,9 @@ class JsonTokenizer:
         encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
+    def token_id(self, token: str) -> int | None:
+        return self._inner.token_to_id(token)
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode([int(i) for i in ids])
 
@@ -138,8 +168,10 @@ def pieces(text: str) -> Iterator[str]:
         start = stop
 
 
-def _train_bpe(texts: Iterable[str], size: int) -> JsonTokenizer:
-    tokenizers = require("tokenizers", f"tokenizer 'bpe:{size}'")
+def _train_bpe(
+    texts: Iterable[str], size: int, special: tuple[str, ...]
+) -> JsonTokenizer:
+    tokenizers = require("tokenizers", f"a BPE of {size} ids")
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     inner = tokenizers.Tokenizer(models.BPE())
@@ -147,7 +179,7 @@ def _train_bpe(texts: Iterable[str], size: int) -> JsonTokenizer:
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END_OF_TEXT[0]],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -170,7 +202,8 @@ def _read_json(path: str | os.PathLike) -> str:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"tokenizer {str(path)!r}: neither 'bytes' nor 'bpe:N' nor a readable "
+            f"tokenizer {str(path)!r}: neither 'bytes' nor 'bpe:N' nor "
+            f"'roberta:N' nor a readable "
             f"tokenizer.json ({error})"
         ) from error
 

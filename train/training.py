@@ -1,6 +1,7 @@
 """Training as pure functions: the first state, one step, the loss of a batch.
 
-Shapes in names: a microbatches, b sequences, t tokens (one more than are predicted).
+A batch is what the model's ``loss`` takes, with an axis of microbatches before it: of
+text (a, b, t) tokens, a microbatches of b sequences.
 """
 
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ import optax
 from flax import nnx
 
 import methods
-from configs import ModelConfig
+from configs import ModelConfig, RobertaConfig
 from llama import Llama
-from loss import next_token_loss
 from methods import Method
+from roberta import Roberta
+
+MODEL = {ModelConfig: Llama, RobertaConfig: Roberta}
 
 
 class State(NamedTuple):
@@ -44,7 +47,7 @@ class Training:
 
     def __init__(
         self,
-        cfg: ModelConfig,
+        cfg: ModelConfig | RobertaConfig,
         method: Method,
         schedule: optax.Schedule,
         *,
@@ -58,7 +61,7 @@ class Training:
     ):
         self.cfg, self.method, self.schedule = cfg, method, schedule
         self.dtype = jnp.dtype(dtype)
-        self.make_model = lambda: Llama(
+        self.make_model = lambda: MODEL[type(cfg)](
             cfg,
             dtype=dtype,
             param_dtype=param_dtype,
@@ -79,47 +82,51 @@ class Training:
         self.value_and_grad = methods.value_and_grad(self.loss, self.subspace)
         self.abstract: State = jax.eval_shape(self.init)  # shapes and dtypes
 
-    def init(self) -> State:
-        params = nnx.to_pure_dict(nnx.state(self.make_model(), nnx.Param))
+    def init(self, params: Any = None) -> State:
+        """The first state, with these parameters or with new ones."""
+        if params is None:
+            params = nnx.to_pure_dict(nnx.state(self.make_model(), nnx.Param))
         return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params))
 
-    def loss(self, params: Any, tokens_bt: jax.Array) -> jax.Array:
-        """Mean loss of every token but the first, given those before it."""
-        model = nnx.merge(self.graphdef, params)
-        hidden_btd = model.hidden(tokens_bt[:, :-1])
-        return next_token_loss(hidden_btd, model.output_kernel(), tokens_bt[:, 1:])
+    def model(self, params: Any) -> nnx.Module:
+        return nnx.merge(self.graphdef, params)
 
-    def gradients(self, state: State, tokens_abt: jax.Array) -> tuple[jax.Array, Any]:
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        """As the model has it: of the next token, of masked ones, of examples."""
+        return self.model(params).loss(batch)
+
+    def gradients(self, state: State, batches: Any) -> tuple[jax.Array, Any]:
         """Loss and gradients, the means over the microbatches, summed in float32.
 
-        Compact's are sketches, and are summed as such.
+        The microbatches are the first axis of every leaf. Compact's gradients are
+        sketches, and are summed as such.
         """
-        if len(tokens_abt) == 1:
-            return self.value_and_grad(state.params, tokens_abt[0], step=state.step)
+        count = len(jax.tree.leaves(batches)[0])
+        first = jax.tree.map(lambda x: x[0], batches)
+        if count == 1:
+            return self.value_and_grad(state.params, first, step=state.step)
 
-        def of(tokens_bt):
-            return self.value_and_grad(state.params, tokens_bt, step=state.step)
+        def of(batch):
+            return self.value_and_grad(state.params, batch, step=state.step)
 
-        def add(total, tokens_bt):
+        def add(total, batch):
             return jax.tree.map(
-                lambda s, x: s + x.astype(jnp.float32), total, of(tokens_bt)
+                lambda s, x: s + x.astype(jnp.float32), total, of(batch)
             ), None
 
         zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of, tokens_abt[0])
+            lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of, first)
         )
-        total, _ = jax.lax.scan(add, zeros, tokens_abt)
-        return jax.tree.map(lambda x: x / len(tokens_abt), total)
+        total, _ = jax.lax.scan(add, zeros, batches)
+        return jax.tree.map(lambda x: x / count, total)
 
-    def step(
-        self, state: State, tokens_abt: jax.Array
-    ) -> tuple[State, dict[str, jax.Array]]:
+    def step(self, state: State, batches: Any) -> tuple[State, dict[str, jax.Array]]:
         """One update, and what is to be said of it.
 
         With a loss or a gradient that is not finite it is none: the state stays as it
         was, moments, schedule and projection too.
         """
-        loss, grads = self.gradients(state, tokens_abt)
+        loss, grads = self.gradients(state, batches)
         norm = optax.tree.norm(grads)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

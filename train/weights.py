@@ -7,7 +7,6 @@ save_llama(model, "another/folder")
 import json
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,14 @@ import numpy as np
 from flax import nnx
 
 from configs import ModelConfig
+from huggingface import (
+    open_tensors,
+    read_parameter,
+    require_tensors,
+    some,
+    transposed,
+    write_tensors,
+)
 from jaxcompact.paths import path_name
 from llama import Llama
 
@@ -70,47 +77,22 @@ def load_llama(directory: str | Path, **model_kwargs: Any) -> Llama:
     """
     directory = Path(directory)
     cfg = _read_config(directory / "config.json")
-    tensors = _open_tensors(directory)
+    tensors = open_tensors(directory)
     expected = {name for path in _shapes(cfg) for name in _names(path, cfg)}
-    if missing := sorted(expected - tensors.keys()):
-        raise ValueError(f"{directory} lacks {_some(missing)}")
+    require_tensors(directory, tensors, expected)
     if unknown := sorted(tensors.keys() - expected):
-        raise ValueError(f"{directory} has tensors of no LLaMA: {_some(unknown)}")
+        raise ValueError(f"{directory} has tensors of no LLaMA: {some(unknown)}")
 
     def value(path: str, shape: tuple[int, ...]) -> np.ndarray:
-        stacked = path.startswith("layers/")
-        want = shape[1:] if stacked else shape
-        if path.endswith("kernel"):
-            want = want[::-1]
-        parts = []
-        for name in _names(path, cfg):
-            part = tensors[name]()
-            if part.shape != want:
-                raise ValueError(
-                    f"{name} in {directory} must have shape {want} by config.json, "
-                    f"got {part.shape}"
-                )
-            parts.append(_transposed(path, part))
-        return np.stack(parts) if stacked else parts[0]
+        return read_parameter(directory, tensors, path, _names(path, cfg), shape)
 
     return _build(cfg, value, **model_kwargs)
 
 
 def save_llama(model: Llama, directory: str | Path) -> None:
     """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype."""
-    from safetensors.numpy import save_file
-
     directory, cfg = Path(directory), model.cfg
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for key_path, param in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
-        path, parts = path_name(key_path), np.asarray(param)
-        if not path.startswith("layers/"):
-            parts = parts[None]
-        for name, part in zip(_names(path, cfg), parts, strict=True):
-            # Contiguous, or safetensors writes the matrix as if not transposed.
-            tensors[name] = np.ascontiguousarray(_transposed(path, part))
-    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    tensors = write_tensors(model, lambda path: _names(path, cfg), directory)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -169,7 +151,7 @@ def load_llama2c(path: str | Path, **model_kwargs: Any) -> Llama:
             # RoPE turns neighbours there, and the halves of a head here.
             pairs = kernel.reshape(layers, -1, cfg.head_dim // 2, 2, inputs)
             kernel = pairs.swapaxes(2, 3).reshape(kernel.shape)
-        return _transposed(path, kernel)
+        return transposed(path, kernel)
 
     return _build(cfg, value, **model_kwargs)
 
@@ -204,11 +186,6 @@ def _names(path: str, cfg: ModelConfig) -> list[str]:
     return [_TENSORS[path].format(layer) for layer in range(cfg.layers)]
 
 
-def _transposed(path: str, x: np.ndarray) -> np.ndarray:
-    """A kernel is (n, m) here and (m, n) there; all else is alike."""
-    return x.swapaxes(-1, -2) if path.endswith("kernel") else x
-
-
 def _read_config(path: Path) -> ModelConfig:
     config = json.loads(path.read_text())
     for field, only in _FIXED.items():
@@ -241,27 +218,3 @@ def _read_config(path: Path) -> ModelConfig:
             f"{cfg.head_dim}, got {config['head_dim']!r}"
         )
     return cfg
-
-
-def _open_tensors(directory: Path) -> dict[str, Callable[[], np.ndarray]]:
-    """Name -> a function that reads the tensor."""
-    from safetensors import SafetensorError, safe_open
-
-    index = directory / "model.safetensors.index.json"
-    shards = ["model.safetensors"]
-    if index.exists():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    tensors = {}
-    for shard in shards:
-        try:
-            file = safe_open(directory / shard, "np")
-        except SafetensorError as error:
-            raise ValueError(f"{directory / shard} is damaged: {error}") from error
-        tensors |= {name: partial(file.get_tensor, name) for name in file.keys()}
-    # Older folders hold RoPE's frequencies, which the config says anyway.
-    return {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

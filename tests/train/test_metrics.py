@@ -45,6 +45,21 @@ def test_every_step_has_a_row_and_each_interval_a_line(tmp_path, capsys):
     assert "MiB" in lines[1] and "eta 0:0" in lines[1]
 
 
+def test_scores_have_a_row_and_losses_that_are_not_of_words_no_perplexity(
+    tmp_path, capsys
+):
+    with Log(tmp_path, start=0, steps=2, every=2, tokens=100, perplexity=False) as log:
+        log.train(1, measured(3.0))
+        log.train(2, measured(2.0))
+        log.flush()
+        log.scores(2, {"accuracy": 0.75, "f1": 0.5})
+    rows = rows_of(tmp_path)
+    assert "perplexity" not in rows[1] and rows[1]["tokens_per_second"] > 0
+    assert rows[-1] == {"step": 2, "accuracy": 0.75, "f1": 0.5}
+    printed = capsys.readouterr().out
+    assert "ppl" not in printed and "accuracy 0.7500  f1 0.5000" in printed
+
+
 def test_a_step_is_recorded_when_the_next_one_is_under_way(tmp_path):
     with make_log(tmp_path) as log:
         log.train(1, measured(2.0))

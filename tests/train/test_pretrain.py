@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 import configs
 import curves
 import jaxcompact as jc
 import planning
 import pretrain
+from checkpoint import Checkpoints
 from configs import ModelConfig
 from jaxcompact import Quantized
 from jaxcompact.planner.block import block_of
@@ -28,6 +32,7 @@ from jaxcompact.planner.sensitivity import Effect
 from methods import Method
 from summary import linear_input_bytes
 from training import Training
+from weights import load_llama
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -260,6 +265,21 @@ def test_a_finished_run_is_not_trained_again(finished, arguments, capsys):
     printed = capsys.readouterr().out
     assert f"{finished / 'compact'} is finished: step 10 of 10" in printed
     assert "validation loss  perplexity" in printed
+
+
+def test_weights_are_exported_also_of_a_finished_run(finished, arguments, capsys):
+    given = [*arguments, "--out", str(finished), "--resume"]
+    assert pretrain.main([*given, "--export"]) == 0
+    assert f"weights: {finished / 'exact' / 'weights'}" in capsys.readouterr().out
+    model = load_llama(finished / "exact" / "weights")
+    # float32, as trained; the tokenizer is bytes, which need no file.
+    assert model.cfg == dataclasses.replace(MICRO, vocab_size=257, kv_heads=4)
+    saved = Checkpoints(finished / "exact" / "checkpoints")
+    config, _ = pretrain.options.parse(given)
+    job = pretrain.prepare(config, pretrain.load_data(config))
+    expected = saved.load(10, job.abstract).params
+    found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def refused(capsys, arguments: list[str]) -> str:

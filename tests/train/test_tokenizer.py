@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from readers import DataError
-from tokenizer import PIECE, fingerprint, load_saved, load_tokenizer, pieces
+from tokenizer import (
+    PIECE,
+    fingerprint,
+    load_saved,
+    load_tokenizer,
+    pieces,
+    special_ids,
+)
 
 TEXT = "Grüße, 世界! 🐍\n\tif x:  pass\x00 <|endoftext|>"
 
@@ -124,6 +131,28 @@ def test_the_fingerprint_of_a_file_is_its_content(tmp_path):
     assert fingerprint(path.rename(tmp_path / "moved.json")) == before
     assert fingerprint(tokenizer_json(tmp_path, "<eos>")) != before
     assert fingerprint("bpe:300") == "bpe:300" != fingerprint("bpe:301")
+
+
+def test_robertas_tokens_come_first_and_no_text_makes_them(tmp_path):
+    pytest.importorskip("tokenizers")
+    made = load_tokenizer("roberta:300", ["the cat sat on the mat\n" * 20])
+    expected = {"bos_id": 0, "pad_id": 1, "eos_id": 2, "mask_id": 4}
+    assert special_ids(made) == expected
+    assert made.eot == 2  # documents end as sentences do
+    [ids] = made.encode(["<s><pad></s><unk><mask> the cat"])
+    assert ids.min() > 4
+    assert made.decode(ids) == "<s><pad></s><unk><mask> the cat"
+    made.save(tmp_path)
+    assert special_ids(load_saved(tmp_path)) == expected
+    with pytest.raises(DataError, match="N of roberta:N must be a number above 260"):
+        load_tokenizer("roberta:260")
+
+
+@pytest.mark.parametrize("spec", ["bytes", "bpe:300"])
+def test_other_tokenizers_lack_robertas_tokens(spec):
+    made = load_tokenizer(spec) if spec == "bytes" else bpe()
+    with pytest.raises(DataError, match="no <s>, <pad>, </s>, <mask>: .*roberta:N"):
+        special_ids(made)
 
 
 @pytest.mark.parametrize("spec", ["bpe:", "bpe:many", "bpe:-5", "bpe:256", "bpe"])

@@ -1,0 +1,123 @@
+"""A RoBERTa made here from masked words, then fine-tuned, exact and compressed.
+
+    python benchmarks/finetuning.py run --data ../shared/data
+    python benchmarks/finetuning.py table
+
+The weights come from `pretrain.py --model roberta-tiny` on english_novels; the task is
+banking77. `run` appends rows to benchmarks/results/finetuning.jsonl; those that are
+there are not made again.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+RESULTS = ROOT / "benchmarks" / "results" / "finetuning.jsonl"
+
+SEEDS = (0, 1)
+PRETRAINING = [
+    *("--model", "roberta-tiny", "--method", "exact", "--tokenizer", "roberta:1024"),
+    *("--max-tokens", "2000000", "--batch-size", "16", "--seq-len", "64"),
+    *("--steps", "500", "--lr", "1e-3", "--eval-every", "100", "--log-every", "100"),
+    "--export",
+]
+TASK = [
+    *("--task", "classify", "--label-column", "category", "--seq-len", "32"),
+    *("--batch-size", "32", "--epochs", "4", "--lr", "1e-3", "--log-every", "300"),
+]
+VARIANTS = {
+    "exact": ["--method", "exact"],
+    "exact, int4": ["--method", "exact", "--checkpoint", "int4"],
+    "CompAct r = 8": ["--method", "compact", "--rank", "8"],
+    "CompAct r = 4": ["--method", "compact", "--rank", "4"],
+    "CompAct r = 8, int4": [
+        "--method",
+        "compact",
+        "--rank",
+        "8",
+        "--checkpoint",
+        "int4",
+    ],
+}
+
+
+def rows() -> list[dict]:
+    if not RESULTS.exists():
+        return []
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def run(data: Path, out: Path) -> None:
+    import finetune
+    import pretrain
+
+    weights = out / "words" / "exact" / "weights"
+    if not weights.is_dir():
+        given = ["--data", str(data / "english_novels"), "--out", str(out / "words")]
+        if pretrain.main([*PRETRAINING, *given, "--overwrite"]):
+            raise SystemExit("the pretraining failed")
+    summary = json.loads((weights.parent / "summary.json").read_text())
+    have = {(row["label"], row["seed"]) for row in rows()}
+    for seed in SEEDS:
+        for label, options in VARIANTS.items():
+            if (label, seed) in have:
+                continue
+            folder, start = out / f"{label}-{seed}", time.perf_counter()
+            given = [
+                *("--task-data", str(data / "banking77"), "--weights", str(weights)),
+                *("--out", str(folder), "--seed", str(seed), "--overwrite"),
+            ]
+            if finetune.main([*TASK, *options, *given]):
+                raise SystemExit(f"{label} failed")
+            (path,) = folder.glob("*/summary.json")
+            found = json.loads(path.read_text())
+            row = {
+                "label": label,
+                "seed": seed,
+                "accuracy": found["scores"]["accuracy"],
+                "gradient_bytes": found["gradient_bytes"],
+                "optimizer_bytes": found["optimizer_bytes"],
+                "words_loss": summary["valid_loss"],
+                "seconds": round(time.perf_counter() - start, 1),
+            }
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def table() -> None:
+    done = rows()
+    print("| method | accuracy % | of seeds | gradients MiB | optimizer MiB |")
+    print("|---|---|---|---|---|")
+    for label in VARIANTS:
+        own = [row for row in done if row["label"] == label]
+        if not own:
+            print(f"| {label} | not run yet | | | |")
+            continue
+        scores = [100 * row["accuracy"] for row in own]
+        each = ", ".join(f"{score:.1f}" for score in sorted(scores))
+        held = (own[0][f"{name}_bytes"] / 2**20 for name in ("gradient", "optimizer"))
+        sizes = " | ".join(f"{size:.1f}" for size in held)
+        print(f"| {label} | {statistics.fmean(scores):.1f} | {each} | {sizes} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    running = commands.add_parser("run", help="train what is not in the results yet")
+    running.add_argument("--data", type=Path, required=True, help="folder of the sets")
+    running.add_argument("--out", type=Path, default=Path("runs/finetuning"))
+    commands.add_parser("table", help="print the table")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        run(arguments.data, arguments.out)
+    else:
+        table()
+
+
+if __name__ == "__main__":
+    main()

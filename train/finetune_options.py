@@ -1,0 +1,194 @@
+"""The command line of finetune.py; options.py has what pretrain.py's shares."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import options
+from jaxcompact.projection import Kind
+from methods import Method
+from options import option, positive
+from tasks import TASKS, Task, own_task
+
+# CompAct's (arXiv 2410.15352, table of GLUE), and GaLore's, whose table it extends.
+_SUBSPACE = {"lr": 2e-5, "rank": 8, "period": 500}
+DEFAULTS = {
+    "exact": {"lr": 2e-5},
+    "remat": {"lr": 2e-5},
+    "compact": _SUBSPACE | {"kind": "gaussian"},
+    "galore": _SUBSPACE,
+}
+_ALPHA = 16  # over the rank: 4 at rank 4, 2 at rank 8
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    task: str | None = option(
+        None,
+        f"{', '.join(TASKS)}: GLUE's; classify, rate: one's own",
+        choices=(*TASKS, "classify", "rate"),
+    )
+    task_data: Path | None = option(
+        None,
+        "folder with the task's train and dev files: GLUE's as they are; TSV, CSV or "
+        "JSON lines (also .gz, .xz, .zst) of one's own, where one file will do: a "
+        "tenth of it is held out",
+        Path,
+    )
+    text_columns: str = option(
+        "text",
+        "of one's own: the column of the text, or of two with a comma between; by "
+        "names, or by numbers from 1 for files without a header",
+    )
+    label_column: str = option("label", "of one's own: that of the class or rating")
+    seq_len: int = option(512, "longest example, in tokens; the rest is cut", int)
+    batch_size: int | None = option(
+        None, "examples an update (default: 32 of cola, 16 of all others)", int
+    )
+    accumulate: int = option(1, "microbatches that an update's batch is cut into", int)
+
+    def __post_init__(self):
+        if not self.task or not self.task_data:
+            raise ValueError("--task and --task-data are needed")
+        positive(self, "seq_len", "batch_size", "accumulate")
+        if self.seq_len < 8:
+            raise ValueError(f"--seq-len must be at least 8, got {self.seq_len}")
+
+    @property
+    def described(self) -> Task:
+        if self.task in TASKS:
+            return TASKS[self.task]
+        return own_task(self.text_columns, self.label_column, self.task)
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    weights: str | None = option(
+        None,
+        "folder with config.json, model.safetensors and tokenizer.json, such as "
+        "pretrain.py --export writes; hf:FacebookAI/roberta-base from the hub",
+    )
+    tokenizer: str | None = option(
+        None, "path of a tokenizer.json (default: that of the weights)"
+    )
+    dropout: float | None = option(
+        None, "of hidden states (default: what the weights' config.json says)", float
+    )
+    dtype: str | None = option(
+        None,
+        "of the computation (default: bfloat16 on a GPU, float32 on a CPU)",
+        choices=("float32", "bfloat16"),
+    )
+    param_dtype: str = option(
+        "float32", "of the parameters", choices=("float32", "bfloat16")
+    )
+
+    def __post_init__(self):
+        if not self.weights:
+            raise ValueError("--weights is needed")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout must be in [0, 1), got {self.dropout}")
+
+
+@dataclass(frozen=True)
+class MethodOptions(options.MethodOptions):
+    rank: int | float | None = option(
+        None,
+        "of compact and galore: 8 a number, 0.25 a fraction of the width "
+        f"(default: {_SUBSPACE['rank']})",
+        options.rank,
+    )
+    kind: str | None = option(
+        None,
+        "of compact's random projection (default: gaussian)",
+        choices=get_args(Kind),
+    )
+    period: int | None = option(
+        None,
+        f"updates between two projections (default: {_SUBSPACE['period']})",
+        int,
+    )
+    alpha: float | None = option(
+        None,
+        f"scale of the update of the compressed matrices (default: {_ALPHA} / rank, "
+        f"of a fraction {Method.alpha})",
+        float,
+    )
+
+    own = DEFAULTS
+
+    def of(self, name: str) -> Method:
+        method = super().of(name)
+        by_rank = "alpha" in options.READS[name] and isinstance(method.rank, int)
+        if self.alpha is None and by_rank:
+            return replace(method, alpha=_ALPHA / method.rank)
+        return method
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(options.UpdateOptions):
+    lr: float = option(2e-5, "peak learning rate", float)
+    epochs: float = option(30.0, "passes over the training examples", float)
+    warmup: float = option(
+        0.06, "fraction of the steps in which the rate rises; then a line to 0", float
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "lr", "epochs")
+
+
+@dataclass(frozen=True)
+class OutputOptions(options.FolderOptions):
+    out: Path | None = option(
+        None,
+        "folder of the run, each method in one of its own (default: runs/TASK)",
+        Path,
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that one run of one method is made of."""
+
+    task: TaskOptions
+    weights: WeightOptions
+    method: Method
+    optimizer: OptimizerOptions
+    output: OutputOptions
+
+    @property
+    def folder(self) -> Path:
+        return (self.output.out or Path("runs") / self.task.task) / self.method.name
+
+    @property
+    def batch_size(self) -> int:
+        return self.task.batch_size or self.task.described.batch_size
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its beginning."""
+        parts = (self.task, self.weights, self.method, self.optimizer)
+        together = {k: v for part in parts for k, v in asdict(part).items()}
+        # Data and weights are known by what is in them: see finetune.prepare.
+        paths = ("task_data", "weights", "tokenizer")
+        return {k: v for k, v in together.items() if k not in paths}
+
+
+def parse(argv: Sequence[str] | None = None) -> list[Config]:
+    """One config for each method. Exits as argparse does; raises ValueError."""
+    parts = {
+        "task": TaskOptions,
+        "weights": WeightOptions,
+        "method": MethodOptions,
+        "optimizer": OptimizerOptions,
+        "output": OutputOptions,
+    }
+    description = "Fine-tune a RoBERTa on a task of GLUE, or on one's own."
+    task, weights, method, optimizer, output = options.read(
+        "finetune.py", description, parts, argv
+    )
+    return [
+        Config(task, weights, method.of(name), optimizer, output)
+        for name in method.names
+    ]

@@ -1,0 +1,260 @@
+"""RoBERTa in Flax NNX: post-norm encoder, classification and masked-word heads.
+
+Parameters have the names of llama.py's, so that the methods' patterns hold here too.
+Shapes in names: b batch, t tokens, d width, h heads, k a head's width, v vocabulary,
+c classes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from configs import RobertaConfig
+from jaxcompact.nnx import Linear
+from llama import Checkpoint, check_options, default_attention, scan_layers
+from loss import next_token_loss
+from masking import mask_words
+
+
+class Examples(NamedTuple):
+    """A batch to classify, or to rate if ``target_b`` is of floats."""
+
+    tokens_bt: jax.Array  # int32, padded on the right
+    target_b: jax.Array  # int32 or float32
+    noise: jax.Array  # shape=(), int32: what dropout is drawn from
+
+
+class LayerNorm(nnx.Module):
+    """Float32 inside, one cast out."""
+
+    def __init__(self, width: int, eps: float, *, param_dtype: Any):
+        self.scale = nnx.Param(jnp.ones(width, param_dtype))
+        self.bias = nnx.Param(jnp.zeros(width, param_dtype))
+        self.eps = eps
+
+    def __call__(self, x_btd: jax.Array) -> jax.Array:
+        x = x_btd.astype(jnp.float32)
+        x -= jnp.mean(x, axis=-1, keepdims=True)
+        x *= jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + self.eps)
+        scale, bias = (
+            p[...].astype(jnp.float32)[None, None] for p in (self.scale, self.bias)
+        )
+        return (x * scale + bias).astype(x_btd.dtype)
+
+
+class Embed(nnx.Module):
+    """The sum of words, positions and the one type of segment, normed."""
+
+    def __init__(self, cfg: RobertaConfig, norm: Callable, *, dtype, param_dtype, rngs):
+        def table(rows: int) -> nnx.Param:
+            init = nnx.initializers.normal(cfg.init_std)
+            return nnx.Param(init(rngs.params(), (rows, cfg.width), param_dtype))
+
+        self.embedding = table(cfg.vocab_size)
+        self.position = table(cfg.positions)
+        self.segment = table(1)
+        self.norm = norm()
+        self.pad_id, self.dtype = cfg.pad_id, dtype
+
+    def __call__(self, tokens_bt: jax.Array) -> jax.Array:
+        # Positions count from behind the id of padding, whose row is thus the
+        # padding's: an oddity of fairseq's that trained weights have learned.
+        real_bt = (tokens_bt != self.pad_id).astype(jnp.int32)
+        position_bt = jnp.cumsum(real_bt, axis=1) * real_bt + self.pad_id
+        # The casts come last, as in llama.Embed.
+        x_btd = jnp.take(self.embedding[...], tokens_bt, axis=0)
+        x_btd += jnp.take(self.position[...], position_bt, axis=0)
+        x_btd += self.segment[...][None]
+        return self.norm(x_btd).astype(self.dtype)
+
+
+class Attention(nnx.Module):
+    def __init__(self, cfg: RobertaConfig, linear: Callable, implementation: str):
+        self.q, self.k, self.v, self.o = (
+            linear(cfg.width, cfg.width) for _ in range(4)
+        )
+        self.head_dim, self.implementation = cfg.head_dim, implementation
+
+    def __call__(self, x_btd: jax.Array, length_b: jax.Array) -> jax.Array:
+        heads = (*x_btd.shape[:2], -1, self.head_dim)
+        operands = (f(x_btd).reshape(heads) for f in (self.q, self.k, self.v))
+        if self.implementation == "xla":  # why: see llama.Attention
+            operands = (a.astype(jnp.float32) for a in operands)
+        # Queries at padding see the sequence too: nobody reads what they find.
+        mixed_bthk = jax.nn.dot_product_attention(
+            *operands,
+            key_value_seq_lengths=length_b,
+            implementation=self.implementation,
+        )
+        return self.o(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
+
+
+class MLP(nnx.Module):
+    def __init__(self, cfg: RobertaConfig, linear: Callable):
+        self.up = linear(cfg.width, cfg.ff)
+        self.down = linear(cfg.ff, cfg.width)
+
+    def __call__(self, x_btd: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x_btd), approximate=False))
+
+
+class Block(nnx.Module):
+    def __init__(
+        self, cfg: RobertaConfig, linear: Callable, norm: Callable, attention: str
+    ):
+        self.attn = Attention(cfg, linear, attention)
+        self.attn_norm = norm()
+        self.mlp = MLP(cfg, linear)
+        self.mlp_norm = norm()
+
+    def __call__(
+        self, x_btd: jax.Array, length_b: jax.Array, drop: Callable
+    ) -> jax.Array:
+        x_btd = self.attn_norm(x_btd + drop(self.attn(x_btd, length_b), 0))
+        return self.mlp_norm(x_btd + drop(self.mlp(x_btd), 1))
+
+
+class ClassHead(nnx.Module):
+    def __init__(self, cfg: RobertaConfig, linear: Callable):
+        self.dense = linear(cfg.width, cfg.width)
+        self.out = linear(cfg.width, cfg.labels)
+
+    def __call__(self, x_bd: jax.Array, drop: Callable) -> jax.Array:
+        return self.out(drop(jnp.tanh(self.dense(drop(x_bd, 0))), 1))
+
+
+class WordHead(nnx.Module):
+    """Its output matrix is the embedding."""
+
+    def __init__(
+        self, cfg: RobertaConfig, linear: Callable, norm: Callable, param_dtype: Any
+    ):
+        self.dense = linear(cfg.width, cfg.width)
+        self.norm = norm()
+        self.bias = nnx.Param(jnp.zeros(cfg.vocab_size, param_dtype))
+
+    def __call__(self, x_btd: jax.Array) -> jax.Array:
+        return self.norm(jax.nn.gelu(self.dense(x_btd), approximate=False))
+
+
+class Roberta(nnx.Module):
+    """An encoder and one head: classes (or a rating) if ``cfg.labels``, else words.
+
+    Arguments as of `llama.Llama`; there is no ``attention`` but jax's own. Dropout is
+    that of hidden states and of the head; attention's own weights have none.
+
+    >>> from configs import RobertaConfig
+    >>> cfg = RobertaConfig(vocab_size=64, width=32, ff=64, layers=2, heads=4, labels=3)
+    >>> model = Roberta(cfg, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    >>> model(jnp.full((2, 8), 5)).shape
+    (2, 3)
+    """
+
+    def __init__(
+        self,
+        cfg: RobertaConfig,
+        *,
+        dtype: Any = jnp.bfloat16,
+        param_dtype: Any = jnp.float32,
+        checkpoint: Checkpoint = None,
+        attention: str | None = None,
+        rngs: nnx.Rngs,
+    ):
+        check_options(checkpoint, attention)
+        linear = partial(
+            Linear,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=nnx.initializers.normal(cfg.init_std),
+        )
+        norm = partial(LayerNorm, cfg.width, cfg.norm_eps, param_dtype=param_dtype)
+        attention = attention or default_attention(dtype)
+
+        @nnx.split_rngs(splits=cfg.layers)
+        @nnx.vmap
+        def stacked_layers(rngs: nnx.Rngs) -> Block:
+            return Block(cfg, partial(linear, rngs=rngs), norm, attention)
+
+        self.embed = Embed(cfg, norm, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.layers = stacked_layers(rngs)
+        one = partial(linear, rngs=rngs)
+        if cfg.labels:
+            self.head = ClassHead(cfg, one)
+        else:
+            self.words = WordHead(cfg, one, norm, param_dtype)
+        self.cfg, self.checkpoint = cfg, checkpoint
+
+    def __call__(self, tokens_bt: jax.Array, noise: jax.Array | None = None):
+        """Logits, float32: (b, c) of classes, (b, t, v) of words.
+
+        With ``noise``, an int32 to draw it from, hidden states drop out.
+        """
+        x_btd = self.hidden(tokens_bt, noise)
+        if not self.cfg.labels:
+            kernel_dv = self.embed.embedding[...].T.astype(x_btd.dtype)
+            x_btd = self.words(x_btd)
+            logits = jnp.matmul(x_btd, kernel_dv, preferred_element_type=jnp.float32)
+            return logits + self.words.bias[...].astype(jnp.float32)[None, None]
+        drop = self._dropout(noise, self.cfg.layers + 1)
+        return self.head(x_btd[:, 0], drop).astype(jnp.float32)
+
+    def hidden(self, tokens_bt: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+        """(b, t, d) after the last layer. Raises ValueError for what is too long."""
+        cfg, length = self.cfg, tokens_bt.shape[1]
+        if length > cfg.max_seq:
+            raise ValueError(
+                f"tokens_bt must be at most max_seq = {cfg.max_seq} long, got {length}"
+            )
+        length_b = jnp.sum((tokens_bt != cfg.pad_id).astype(jnp.int32), axis=1)
+
+        def layer(block, x_btd, index):
+            return block(x_btd, length_b, self._dropout(noise, index))
+
+        x_btd = self._dropout(noise, cfg.layers)(self.embed(tokens_bt), 0)
+        numbers = jnp.arange(cfg.layers)
+        return scan_layers(self.layers, layer, x_btd, self.checkpoint, numbers)
+
+    def loss(self, batch: Examples | jax.Array) -> jax.Array:
+        """Of `Examples` what is to be trained; of a text's tokens, the masked words'.
+
+        Cross-entropy of classes, squared error of ratings. A batch of text is
+        (b, t + 1), as `next_token_loss` has it, of which the last token is not read.
+        """
+        if not self.cfg.labels:
+            return self._masked_loss(batch[:, :-1])
+        logits_bc = self(batch.tokens_bt, batch.noise)
+        if jnp.issubdtype(batch.target_b.dtype, jnp.floating):
+            return jnp.mean((logits_bc[:, 0] - batch.target_b) ** 2)
+        losses_b = optax.softmax_cross_entropy_with_integer_labels(
+            logits_bc, batch.target_b
+        )
+        return jnp.mean(losses_b)
+
+    def _masked_loss(self, tokens_bt: jax.Array) -> jax.Array:
+        tokens_bt = tokens_bt.at[:, 0].set(self.cfg.bos_id)
+        masked_bt, targets_bt = mask_words(self.cfg, tokens_bt)
+        x_btd = self.words(self.hidden(masked_bt))
+        # The bias as one more row of the matrix, which an input of ones reads.
+        ones_bt1 = jnp.ones((*x_btd.shape[:2], 1), x_btd.dtype)
+        bias_1v = self.words.bias[...][None]
+        kernel_dv = jnp.concatenate([self.embed.embedding[...].T, bias_1v])
+        x_btd = jnp.concatenate([x_btd, ones_bt1], axis=-1)
+        return next_token_loss(x_btd, kernel_dv, targets_bt)
+
+    def _dropout(self, noise: jax.Array | None, place: int | jax.Array) -> Callable:
+        """``(x, n) -> x``: the n-th of a place, which is a layer or what follows."""
+        rate = self.cfg.dropout
+        if noise is None or rate == 0:
+            return lambda x, n: x
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), noise), place)
+
+        def drop(x, n):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, n), 1 - rate, x.shape)
+            return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
+
+        return drop

@@ -1,0 +1,171 @@
+"""RoBERTa's weights in Hugging Face folders.
+
+model = load_roberta("roberta-base/", labels=2, rngs=nnx.Rngs(0))
+save_roberta(model, "another/folder")
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from configs import RobertaConfig
+from huggingface import open_tensors, read_parameter, require_tensors, write_tensors
+from jaxcompact.paths import path_name
+from roberta import Roberta
+
+# Module here -> Hugging Face's, one for each layer.
+_MODULES = {
+    "embed/norm": "roberta.embeddings.LayerNorm",
+    "layers/attn/q": "roberta.encoder.layer.{}.attention.self.query",
+    "layers/attn/k": "roberta.encoder.layer.{}.attention.self.key",
+    "layers/attn/v": "roberta.encoder.layer.{}.attention.self.value",
+    "layers/attn/o": "roberta.encoder.layer.{}.attention.output.dense",
+    "layers/attn_norm": "roberta.encoder.layer.{}.attention.output.LayerNorm",
+    "layers/mlp/up": "roberta.encoder.layer.{}.intermediate.dense",
+    "layers/mlp/down": "roberta.encoder.layer.{}.output.dense",
+    "layers/mlp_norm": "roberta.encoder.layer.{}.output.LayerNorm",
+    "head/dense": "classifier.dense",
+    "head/out": "classifier.out_proj",
+    "words": "lm_head",
+    "words/dense": "lm_head.dense",
+    "words/norm": "lm_head.layer_norm",
+}
+_TABLES = {
+    "embed/embedding": "roberta.embeddings.word_embeddings.weight",
+    "embed/position": "roberta.embeddings.position_embeddings.weight",
+    "embed/segment": "roberta.embeddings.token_type_embeddings.weight",
+}
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+_HEADS = ("head/", "words/")
+_FIELDS = {  # of RobertaConfig -> of config.json
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "ff": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "norm_eps": "layer_norm_eps",
+    "dropout": "hidden_dropout_prob",
+    "bos_id": "bos_token_id",
+    "pad_id": "pad_token_id",
+    "eos_id": "eos_token_id",
+}
+_FIXED = {  # fields of config.json that Roberta does not vary
+    "model_type": "roberta",
+    "hidden_act": "gelu",
+    "type_vocab_size": 1,
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "tie_word_embeddings": True,
+}
+
+
+def read_config(directory: str | Path) -> RobertaConfig:
+    """The shape in a folder's ``config.json``, with the head of masked words.
+
+    Raises ValueError for a field that is missing or asks for what `Roberta` does not
+    do.
+    """
+    path = Path(directory) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for field, only in _FIXED.items():
+        if config.get(field, only) != only:
+            raise ValueError(
+                f"{field} in {path} must be {only!r}, got {config[field]!r}"
+            )
+    needed = [*_FIELDS.values(), "max_position_embeddings"]
+    if missing := [field for field in needed if field not in config]:
+        raise ValueError(f"{', '.join(missing)} missing in {path}")
+    fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
+    max_seq = config["max_position_embeddings"] - config["pad_token_id"] - 1
+    try:
+        return RobertaConfig(**fields, max_seq=max_seq)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load_roberta(
+    directory: str | Path,
+    *,
+    labels: int | None = None,
+    dropout: float | None = None,
+    rngs: nnx.Rngs | None = None,
+    **model_kwargs: Any,
+) -> Roberta:
+    """The model of a folder with ``config.json`` and ``model.safetensors``.
+
+    Shards are read too; weights are cast to ``param_dtype``; other arguments are
+    `Roberta`'s. ``labels`` asks for a head with as many classes, 1 for a rating: that
+    of the folder if it has one of that size, else a new one made from ``rngs``. Without
+    it the model has the head of the folder.
+
+    Raises ValueError for what `read_config` refuses, for a tensor that is missing or
+    of another shape than the config says, and for a damaged file.
+    """
+    directory = Path(directory)
+    cfg, tensors = read_config(directory), open_tensors(directory)
+    if dropout is not None:
+        cfg = replace(cfg, dropout=dropout)
+    there = 0
+    if "classifier.out_proj.bias" in tensors:
+        there = len(tensors["classifier.out_proj.bias"]())
+    cfg = replace(cfg, labels=there if labels is None else labels)
+    new_head = cfg.labels != there
+    model = Roberta(cfg, rngs=rngs or nnx.Rngs(0), **model_kwargs)
+    state = nnx.state(model, nnx.Param)
+
+    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(state)]
+    read = {p for p in paths if not (new_head and p.startswith(_HEADS))}
+    require_tensors(directory, tensors, {n for p in read for n in _names(p, cfg)})
+
+    def filled(key_path, param):
+        path = path_name(key_path)
+        if path not in read:
+            return param
+        names = _names(path, cfg)
+        value = read_parameter(directory, tensors, path, names, param.shape)
+        return jnp.asarray(value, param.dtype)
+
+    nnx.update(model, jax.tree.map_with_path(filled, state))
+    return model
+
+
+def save_roberta(
+    model: Roberta, directory: str | Path, labels: Sequence[str] = ()
+) -> None:
+    """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype.
+
+    ``labels`` names the classes.
+    """
+    directory, cfg = Path(directory), model.cfg
+    tensors = write_tensors(model, lambda path: _names(path, cfg), directory)
+    kind = "ForSequenceClassification" if cfg.labels else "ForMaskedLM"
+    config = {
+        "architectures": [f"Roberta{kind}"],
+        **_FIXED,
+        **{theirs: getattr(cfg, ours) for ours, theirs in _FIELDS.items()},
+        "max_position_embeddings": cfg.positions,
+        "torch_dtype": tensors[_TABLES["embed/embedding"]].dtype.name,
+    }
+    if cfg.labels:
+        names = labels or [f"LABEL_{i}" for i in range(cfg.labels)]
+        config["id2label"] = dict(enumerate(names))
+        config["label2id"] = {name: i for i, name in enumerate(names)}
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8")
+
+
+def _names(path: str, cfg: RobertaConfig) -> list[str]:
+    """The tensors that make up a parameter."""
+    if path in _TABLES:
+        return [_TABLES[path]]
+    module, _, leaf = path.rpartition("/")
+    name = f"{_MODULES[module]}.{_LEAVES[leaf]}"
+    if not path.startswith("layers/"):
+        return [name]
+    return [name.format(layer) for layer in range(cfg.layers)]

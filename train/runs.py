@@ -1,0 +1,65 @@
+"""How runs are run: one after another, until one is stopped; the compiled step.
+
+A job is the `Job` of pretrain or finetune; of its ``config`` the folder, the method and
+the output are read here.
+"""
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+import hosts
+from checkpoint import CheckpointError
+from folders import told
+from metrics import NotFinite
+from readers import DataError
+
+FAULTS = (NotFinite, CheckpointError, DataError, OSError)
+
+
+def in_turn(program: str, jobs: Sequence, train: Callable) -> int:
+    """``train(job, interrupt)`` of all jobs; the exit code of the first that fails."""
+    # Orbax logs each error in each of its threads before it raises it.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    with hosts.Interrupt() as interrupt:
+        for job in jobs:
+            try:
+                code = train(job, interrupt)
+            except Exception as error:
+                known = isinstance(error, FAULTS)
+                if not known and not hosts.several():
+                    raise
+                if not known:  # a bug, or what tells that another process is gone
+                    traceback.print_exc()
+                what = told(error, job.config.folder)
+                print(f"{program}: stopped: {what}", file=sys.stderr)
+                return hosts.leave(1)
+            if code:
+                return code
+    return 0
+
+
+def compile_step(job: Any) -> Callable:
+    """The training step, which overwrites the state that it is given."""
+    began = time.perf_counter()
+    shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
+    step = jax.jit(job.training.step, donate_argnums=0, out_shardings=(shardings, None))
+    mesh = jax.tree.leaves(job.tokens_abt)[0].sharding.mesh
+    with jax.set_mesh(mesh):
+        compiled = step.lower(job.abstract, job.tokens_abt).compile()
+    weights = sum(x.size for x in jax.tree.leaves(job.abstract.params))
+    device = jax.devices()[0]
+    sizes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+    print(
+        f"\n{job.config.method.name}: {weights / 1e6:.2f} M parameters, "
+        f"{job.fixed['dtype']} on {mesh.size} x {device.device_kind}"
+        f"{sizes and f' ({sizes})'}, "
+        f"compiled in {time.perf_counter() - began:.1f} s; {job.config.folder}",
+        flush=True,
+    )
+    return compiled
