@@ -126,5 +126,5 @@ for name in int8 int3 int2 offload galore remat_dots compact_remat_nothing; do
 done
 step compact_half_4bit "${small[@]}" --method compact --rank 0.5 --bits 4
 step compact_countsketch "${small[@]}" --method compact --rank 0.25 --kind countsketch
-"$python" benchmarks/table.py "$out/step.jsonl"
+"$python" benchmarks/report.py "$out"
 exit "$failed"

@@ -1,0 +1,120 @@
+"""What `gpu.sh` measured, as tables.
+
+    python benchmarks/report.py [OUT]            prints them; OUT: benchmarks/results/gpu
+    python benchmarks/report.py [OUT] --write    puts them in docs/results.md
+
+Steps stand beside the exact one of their model and run, kernels beside XLA's code of
+theirs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs/results.md"
+HEADING = "## On a GPU\n"
+NOTHING = "No GPU was at hand: nothing below was timed on one, and no speed is claimed."
+
+
+def main() -> None:
+    write = "--write" in sys.argv
+    folders = [argument for argument in sys.argv[1:] if argument != "--write"]
+    folder = Path(folders[0] if folders else ROOT / "benchmarks/results/gpu")
+    if not (folder / "step.jsonl").exists():
+        raise SystemExit(f"{folder} holds no step.jsonl: benchmarks/gpu.sh makes it")
+    text = report(folder)
+    print(text)
+    if write:
+        RESULTS.write_text(written(RESULTS.read_text(), text))
+
+
+def report(folder: Path) -> str:
+    steps, kernels = rows(folder / "step.jsonl"), rows(folder / "kernels.jsonl")
+    said = "{device}, jax {jax}, commit {commit}, {date}."
+    parts = [said.format(**steps[0])]
+    for setting in dict.fromkeys(map(setting_of, steps)):
+        some = [row for row in steps if setting_of(row) == setting]
+        model, batch, seq, dtype = setting
+        parts += [f"**{model}, {batch} x {seq} tokens, {dtype}**:", step_table(some)]
+    if kernels:
+        parts += ["**Kernels**:", kernel_table(kernels)]
+    losses = {
+        file.stem.removeprefix("train_"): rows(file)
+        for file in sorted(folder.glob("train_*.jsonl"))
+    }
+    if losses:
+        parts += ["**Losses at equal steps**:", loss_table(losses)]
+    return "\n\n".join(parts)
+
+
+def rows(file: Path) -> list[dict]:
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def setting_of(row: dict) -> tuple:
+    return tuple(row[name] for name in ("model", "batch", "seq", "dtype"))
+
+
+def step_table(some: list[dict]) -> str:
+    """Without an exact step of that setting, as at the largest batches: no ratios."""
+    exact = [r for r in some if r["part"].removeprefix("1b_") == "exact"]
+    lines = ["| part | step ms | range | tokens/s | peak GiB | of exact's time | peak |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in some:
+        low, high = row["step_ms_range"]
+        ratios = ("", "")
+        if exact:
+            time = row["step_ms"] / exact[0]["step_ms"]
+            ratios = f"{time:.2f}", f"{peak(row) / peak(exact[0]):.2f}"
+        lines.append(
+            f"| {row['part']} | {row['step_ms']:.1f} | {low:.1f} to {high:.1f} "
+            f"| {row['tokens_per_s']:,} | {peak(row) / 2**30:.2f} "
+            f"| {ratios[0]} | {ratios[1]} |"
+        )
+    return "\n".join(lines)
+
+
+def peak(row: dict) -> int:
+    return row["peak_bytes"] or row["compiled_bytes"]
+
+
+def kernel_table(some: list[dict]) -> str:
+    lines = ["| op | case | by | config | µs | of the plain op | of XLA's speed |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for row in some:
+        config = ", ".join(f"{k} {v}" for k, v in (row["config"] or {}).items())
+        head = f"| {row['op']} | {row['case']} | {row['implementation']} | {config} "
+        if "error" in row:
+            lines.append(head + f"| {row['error']} | | |")
+            continue
+        lines.append(
+            head + f"| {row['microseconds']:.1f} | {row['of_plain']:.2f} "
+            f"| {row['of_xla']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def loss_table(losses: dict[str, list[dict]]) -> str:
+    lines = ["| training | steps | validation loss |", "|---|---|---|"]
+    for name, found in losses.items():
+        last = [row for row in found if "valid_loss" in row][-1]
+        lines.append(f"| {name} | {last['step']} | {last['valid_loss']:.4f} |")
+    return "\n".join(lines)
+
+
+def written(page: str, text: str) -> str:
+    """The page with this as its first section, in the place of the one before."""
+    start = page.index("\n## ") + 1
+    end = start
+    if page[start:].startswith(HEADING):
+        end = page.index("\n## ", start) + 1
+    head = page[:start].replace(NOTHING, "What was timed on a GPU comes first.")
+    command = "```sh\nbenchmarks/gpu.sh && python benchmarks/report.py --write\n```"
+    return f"{head}{HEADING}\n{command}\n\n{text}\n\n{page[end:]}"
+
+
+if __name__ == "__main__":
+    main()
