@@ -1,10 +1,10 @@
 """What `gpu.sh` measured, as tables.
 
-    python benchmarks/report.py [OUT]            prints them; OUT: benchmarks/results/gpu
+    python benchmarks/report.py [OUT]            prints them
     python benchmarks/report.py [OUT] --write    puts them in docs/results.md
 
-Steps stand beside the exact one of their model and run, kernels beside XLA's code of
-theirs.
+OUT is gpu.sh's folder, benchmarks/results/gpu. Steps stand beside the exact one of
+their model and run, kernels beside XLA's code of theirs.
 """
 
 import json
@@ -61,8 +61,16 @@ def setting_of(row: dict) -> tuple:
 def step_table(some: list[dict]) -> str:
     """Without an exact step of that setting, as at the largest batches: no ratios."""
     exact = [r for r in some if r["part"].removeprefix("1b_") == "exact"]
-    lines = ["| part | step ms | range | tokens/s | peak GiB | of exact's time | peak |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    names = (
+        "part",
+        "step ms",
+        "range",
+        "tokens/s",
+        "peak GiB",
+        "of exact's time",
+        "peak",
+    )
+    lines = [f"| {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
     for row in some:
         low, high = row["step_ms_range"]
         ratios = ("", "")
