@@ -31,11 +31,7 @@ def using(implementation: str | None, config: dict | None = None) -> Iterator[No
     >>> with using("xla"):
     ...     encoded = jc.Quantized(4).encode(jnp.ones((8, 64)))
     """
-    if implementation not in (*IMPLEMENTATIONS, None):
-        raise ValueError(
-            f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, "
-            f"got {implementation!r}"
-        )
+    _require_known(implementation)
     with _forced((implementation, config and tuple(config.items()))):
         yield
 
@@ -51,8 +47,7 @@ def chosen(
     is asked for by name where it can't run.
     """
     forced, config = _forced.value
-    with using(implementation or forced):  # checks the name
-        pass
+    _require_known(implementation)
     if implementation == "mosaic_gpu" and broken:
         raise NotImplementedError(f"{op}'s kernel can't: {broken}")
     if broken or (implementation or forced) == "xla":
@@ -61,6 +56,14 @@ def chosen(
     if "mosaic_gpu" in (implementation, forced):
         return dict(config or ()) or found.get(_card(), found["default"])
     return found.get(_card()) if _on_one_device() else None
+
+
+def _require_known(implementation: str | None) -> None:
+    if implementation not in (*IMPLEMENTATIONS, None):
+        raise ValueError(
+            f"implementation must be one of {', '.join(IMPLEMENTATIONS)} or None, "
+            f"got {implementation!r}"
+        )
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Group quantization: by a kernel where that is the fastest, else by XLA."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -93,14 +93,26 @@ def dequantize(
 
 
 def _config(op, shape, dtype, axis, implementation, bits, group) -> dict | None:
-    if implementation == "xla":  # no need of Pallas
-        return None
-    from jaxcompact.kernels.quantize import mosaic_gpu
-
-    broken = mosaic_gpu.broken_rule(shape, dtype, bits=bits, group=group)
-    if axis != -1:
-        broken = f"axis must be -1, got {axis}"
+    broken = _broken_rule(shape, jnp.dtype(dtype), axis, bits, group)
     return choice.chosen(op, _FOLDER, implementation, broken)
+
+
+def _broken_rule(
+    shape: Sequence[int], dtype: jnp.dtype, axis: int, bits: int, group: int
+) -> str | None:
+    """What keeps the kernels from such arrays; None if nothing does."""
+    rows, size = math.prod(shape[:-1]), shape[-1] if shape else 0
+    if axis != -1:
+        return f"axis must be -1, got {axis}"
+    if bits not in (2, 4, 8):
+        return f"bits must be 2, 4 or 8, got {bits}"
+    if group not in (64, 128, 256):
+        return f"group must be 64, 128 or 256, got {group}"
+    if dtype.itemsize not in (2, 4):
+        return f"dtype must have 16 or 32 bits, got {dtype.name}"
+    if size % group or rows % 8 or not rows * size:
+        return f"rows must be whole groups, and multiples of 8, got {tuple(shape)}"
+    return None
 
 
 def _rows(x: jax.Array) -> jax.Array:

@@ -9,7 +9,6 @@ reference's.
 Scales and lows come as ``[groups, rows]``, whole cache lines.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,22 +21,6 @@ from jax import lax
 from jaxcompact.kernels.quantize import levels, noise, scales
 
 ROWS = 64  # of a block: those of a warpgroup's layouts
-
-
-def broken_rule(
-    shape: Sequence[int], dtype: jnp.dtype, *, bits: int, group: int
-) -> str | None:
-    """What keeps the kernels from such arrays; None if nothing does."""
-    rows, size = math.prod(shape[:-1]), shape[-1] if shape else 0
-    if bits not in (2, 4, 8):
-        return f"bits must be 2, 4 or 8, got {bits}"
-    if group not in (64, 128, 256):
-        return f"group must be 64, 128 or 256, got {group}"
-    if jnp.dtype(dtype).itemsize not in (2, 4):
-        return f"dtype must have 16 or 32 bits, got {jnp.dtype(dtype).name}"
-    if size % group or rows % 8 or not rows * size:
-        return f"rows must be whole groups, and multiples of 8, got {tuple(shape)}"
-    return None
 
 
 def quantize(

@@ -57,7 +57,7 @@ def weight_gradient(
         )
         return sums.sum(0).astype(preferred_element_type)
 
-    config = _config(implementation, codes, lows, dy, bits, group, size, dtype)
+    config = _config(implementation, lows, dy, bits, group, size, dtype)
     if config is None:
         return reference.weight_gradient(codes, stored, lows, dy, **fields, **product)
     kernel = jax.custom_batching.custom_vmap(run)
@@ -74,18 +74,23 @@ def weight_gradient(
     return kernel(codes, stored, dy)
 
 
-def _config(implementation, codes, lows, dy, bits, group, size, dtype) -> dict | None:
-    if implementation == "xla":  # no need of Pallas
-        return None
-    from jaxcompact.kernels.weight_gradient import mosaic_gpu
-
-    broken = mosaic_gpu.broken_rule(
-        codes, lows, dy, bits=bits, group=group, size=size, dtype=dtype
-    )
+def _config(implementation, lows, dy, bits, group, size, dtype) -> dict | None:
+    tokens, columns = math.prod(dy.shape[:-1]), dy.shape[-1]
+    broken = None
+    if lows is not None:
+        broken = "the codes must be symmetric"
+    elif bits not in (2, 4, 8) or group != 64:
+        broken = f"bits must be 2, 4 or 8 in groups of 64, got {bits} in {group}"
+    elif dy.dtype != dtype or dy.dtype.itemsize != 2:
+        broken = f"dtypes must be one of 16 bits, got {jnp.dtype(dtype)}, {dy.dtype}"
+    elif tokens % 8 or size % 64 or columns % 64 or not tokens * size * columns:
+        broken = (
+            f"tokens must be a multiple of 8, columns of 64, got {tokens}, {size} and "
+            f"{columns}"
+        )
     config = choice.chosen("weight_gradient", _FOLDER, implementation, broken)
     if config is None:
         return None
     # As many blocks as multiprocessors, of which Hopper's cards have 132.
-    blocks = -(-size // 128) * -(-dy.shape[-1] // config["columns"])
-    tokens = math.prod(dy.shape[:-1])
+    blocks = -(-size // 128) * -(-columns // config["columns"])
     return config | {"splits": max(1, min(132 // blocks, tokens // 1024))}

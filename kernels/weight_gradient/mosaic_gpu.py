@@ -21,25 +21,6 @@ _EPILOGUE = 64  # columns of a sum that are written at once
 _WORKERS = 2  # warpgroups that multiply
 
 
-def broken_rule(
-    codes: jax.Array, lows, dy: jax.Array, *, bits: int, group: int, size: int, dtype
-) -> str | None:
-    """What keeps the kernel from such arrays; None if nothing does."""
-    if lows is not None:
-        return "the codes must be symmetric"
-    if bits not in (2, 4, 8) or group != 64:
-        return f"bits must be 2, 4 or 8 in groups of 64, got {bits} in {group}"
-    if dy.dtype != dtype or jnp.dtype(dtype).itemsize != 2:
-        return f"dtypes must be one of 16 bits, got {jnp.dtype(dtype)} and {dy.dtype}"
-    tokens = codes.size // max(1, codes.shape[-1])
-    if tokens % 8 or size % 64 or dy.shape[-1] % 64 or not dy.size:
-        return (
-            f"tokens must be a multiple of 8, columns of 64, got {tokens}, {size} and "
-            f"{dy.shape[-1]}"
-        )
-    return None
-
-
 def weight_gradient(
     codes: jax.Array,
     stored: jax.Array,
