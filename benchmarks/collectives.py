@@ -101,6 +101,7 @@ def measure(
     model: str, batch: int, seq: int, sizes: tuple[int, ...], method: str
 ) -> dict:
     training, tokens_abt, compiled = program(model, batch, seq, sizes, method)
+    held = summary.held_bytes(training, tokens_abt, batch * seq)
     stats = compiled.stats
     peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -110,7 +111,7 @@ def measure(
         "seq": seq,
         "mesh": sizes,
         "method": method,
-        "gradient_bytes": summary.held_bytes(training, tokens_abt)["gradient_bytes"],
+        "gradient_bytes": held["gradient_bytes"],
         **collectives(compiled.text),
         "peak_bytes": peak,
         **provenance(),

@@ -127,7 +127,8 @@ def test_import_needs_jax_flax_and_optax_alone():
         print(*after - sys.stdlib_module_names)
     """
     loaded = run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": ROOT})
-    assert set(loaded.split()) <= NEEDS | {"jaxlib"}  # the half of jax in C++
+    others = {name for name in loaded.split() if not name.startswith("jax")}
+    assert others <= NEEDS  # jaxlib, and jax's plugins where there are some, are jax's
 
 
 def test_kernels_have_one_name():

@@ -13,8 +13,8 @@ from flax import nnx
 import configs
 import finetune
 import finetune_options
+import folders
 import pretrain
-import runs
 from configs import RobertaConfig
 from roberta import Roberta
 from roberta_weights import load_roberta, save_roberta
@@ -144,7 +144,7 @@ def test_another_run_is_not_resumed(arguments, tmp_path, capsys, change, told):
     short = [*arguments, "--method", "compact", "--epochs", "0.1"]
     job = prepared([*short, "--out", str(tmp_path)])
     folder.mkdir()
-    runs.begin_folder(folder, job.fixed)
+    folders.begin_folder(folder, job.fixed)
     (folder / "checkpoints" / "2").mkdir(parents=True)
     assert told in refused(
         capsys, [*short, "--out", str(tmp_path), "--resume", *change]

@@ -106,7 +106,7 @@ def sent(name: str, mesh: str, **keywords) -> tuple[dict[str, int], int, int]:
     with jax.set_mesh(mesh):
         text = step.lower(state, tokens_abt).compile().as_text()
     params = sum(4 * x.size for x in jax.tree.leaves(state.params))
-    gradients = summary.held_bytes(training, tokens_abt)["gradient_bytes"]
+    gradients = summary.held_bytes(training, tokens_abt, 8 * 16)["gradient_bytes"]
     return collectives(text), gradients, params
 
 
