@@ -39,15 +39,15 @@ from finetune_options import Config
 from folders import begin_folder, find_start
 from hosts import Interrupt
 from huggingface import folder_of
-from metrics import Log, NotFinite
+from metrics import Log
 from readers import DataError
 from roberta import Examples
 from roberta_weights import load_roberta, read_config, save_roberta
-from runs import compile_step, in_turn
+from runs import compile_step, in_turn, save_finite
 from scores import SCORES
 from tasks import Splits, read_task
 from tokenizer import Tokenizer, load_tokenizer, special_ids
-from training import State, Training, all_finite
+from training import State, Training
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -226,7 +226,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
         state = checkpoints.load(start, job.abstract)
     else:
         state = jax.jit(training.init, out_shardings=job.shardings)(job.params)
-    train_step, is_finite = compile_step(job), jax.jit(all_finite)
+    train_step = compile_step(job)
     logits_of = jax.jit(lambda params, tokens_bt: training.model(params)(tokens_bt))
     shardings = jax.tree.map(lambda x: x.sharding, job.tokens_abt)
     tokens = job.tokens_abt.tokens_bt.size
@@ -237,6 +237,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
         steps=steps,
         every=output.log_every,
         tokens=tokens,
+        max_skipped=config.optimizer.max_skipped,
         perplexity=False,
     )
     with checkpoints, log:
@@ -256,9 +257,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
             stop = interrupt.received
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
-                    if not is_finite(state):
-                        raise NotFinite(f"the state of step {step} is not finite")
-                    checkpoints.save(step, state)
+                    save_finite(checkpoints, step, state)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop

@@ -171,8 +171,8 @@ class Config:
         parts = (self.task, self.weights, self.method, self.optimizer)
         together = {k: v for part in parts for k, v in asdict(part).items()}
         # Data and weights are known by what is in them: see finetune.prepare.
-        paths = ("task_data", "weights", "tokenizer")
-        return {k: v for k, v in together.items() if k not in paths}
+        others = ("task_data", "weights", "tokenizer", "max_skipped")
+        return {k: v for k, v in together.items() if k not in others}
 
 
 def parse(argv: Sequence[str] | None = None) -> list[Config]:

@@ -41,13 +41,13 @@ from data import Dataset
 from data import prepare as prepare_data
 from folders import begin_folder, find_start
 from hosts import Interrupt
-from metrics import Log, NotFinite
+from metrics import Log
 from options import Config
 from planning import Planner
 from roberta_weights import save_roberta
-from runs import compile_step, in_turn
+from runs import compile_step, in_turn, save_finite
 from tokenizer import special_ids
-from training import State, Training, all_finite, warmup_cosine
+from training import State, Training, warmup_cosine
 from weights import save_llama
 
 
@@ -231,7 +231,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
     hosts.wait_for_all(f"{config.folder} is ready")
     state = checkpoints.load(start, job.abstract) if start else init(job)
     train_step = compile_step(job)
-    loss_of, is_finite = jax.jit(training.loss), jax.jit(all_finite)
+    loss_of = jax.jit(training.loss)
     log = Log(
         config.folder,
         start=start,
@@ -262,9 +262,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             stop = interrupt.agreed()
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
-                    if not is_finite(state):
-                        raise NotFinite(f"the state of step {step} is not finite")
-                    checkpoints.save(step, state)
+                    save_finite(checkpoints, step, state)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 
 import hosts
-from checkpoint import CheckpointError
+from checkpoint import CheckpointError, Checkpoints
 from folders import told
 from metrics import NotFinite
 from readers import DataError
+from training import State, all_finite
 
 FAULTS = (NotFinite, CheckpointError, DataError, OSError)
 
@@ -63,3 +64,13 @@ def compile_step(job: Any) -> Callable:
         flush=True,
     )
     return compiled
+
+
+_all_finite = jax.jit(all_finite)
+
+
+def save_finite(checkpoints: Checkpoints, step: int, state: State) -> None:
+    """Raises NotFinite for a state that must not be gone on from."""
+    if not _all_finite(state):
+        raise NotFinite(f"the state of step {step} is not finite")
+    checkpoints.save(step, state)

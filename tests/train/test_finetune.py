@@ -157,6 +157,17 @@ def prepared(arguments):
     return finetune.prepare(config, data, finetune.load_params(config, data))
 
 
+def test_steps_without_a_finite_gradient_are_counted_to_the_limit(
+    arguments, tmp_path, capsys, monkeypatch
+):
+    """Three pass, as it was asked; the limit is no part of what a run is."""
+    monkeypatch.setattr(Roberta, "loss", lambda model, batch: jnp.float32(jnp.nan))
+    limited = [*arguments, "--method", "exact", "--max-skipped", "3"]
+    assert finetune.main([*limited, "--out", str(tmp_path)]) == 1
+    assert "loss of step 4 is nan, after 3 skipped in a row" in capsys.readouterr().err
+    assert "max_skipped" not in json.loads((tmp_path / "exact/config.json").read_text())
+
+
 def test_other_weights_are_known_by_their_content(arguments, weights, tmp_path):
     """Methods begin with the same weights, whatever the folder's name is."""
     moved = shutil.copytree(weights, tmp_path / "moved")
