@@ -41,10 +41,10 @@ def test_shell_blocks_name_make_targets_and_scripts_that_exist():
 
 def test_training_options_in_the_readme_are_understood():
     import finetune_options
-    import options
+    import pretrain_options
 
     parsed = {
-        "train/pretrain.py": options.parse,
+        "train/pretrain.py": pretrain_options.parse,
         "train/finetune.py": finetune_options.parse,
     }
     seen = set()

@@ -17,7 +17,7 @@ import numpy as np
 import jaxcompact as jc
 from attention import flash
 from llama import default_attention
-from options import PlanOptions
+from pretrain_options import PlanOptions
 
 FIRST = 16  # updates before a plan is looked at again
 WORSE = 1.1  # times the error that it was made with

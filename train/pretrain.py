@@ -31,8 +31,8 @@ from jax.sharding import PartitionSpec as P
 import curves
 import hosts
 import jaxcompact as jc
-import options
 import planning
+import pretrain_options
 import sharding
 import summary
 from checkpoint import Checkpoints
@@ -42,8 +42,8 @@ from data import prepare as prepare_data
 from folders import begin_folder, find_start
 from hosts import Interrupt
 from metrics import Log
-from options import Config
 from planning import Planner
+from pretrain_options import Config
 from roberta_weights import save_roberta
 from runs import compile_step, in_turn, save_finite
 from tokenizer import special_ids
@@ -53,7 +53,7 @@ from weights import save_llama
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        configs = options.parse(argv)
+        configs = pretrain_options.parse(argv)
         device = configs[0].device
         if device.coordinator:
             hosts.join(device.coordinator, device.processes, device.process)

@@ -17,7 +17,7 @@ from attention import flash
 from configs import ModelConfig
 from jaxcompact.planner.block import block_of
 from methods import Method
-from options import PlanOptions
+from pretrain_options import PlanOptions
 from training import Training
 
 CONFIG = ModelConfig(vocab_size=64, width=64, ff=128, layers=2, heads=2)

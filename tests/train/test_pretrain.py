@@ -275,7 +275,7 @@ def test_weights_are_exported_also_of_a_finished_run(finished, arguments, capsys
     # float32, as trained; the tokenizer is bytes, which need no file.
     assert model.cfg == dataclasses.replace(MICRO, vocab_size=257, kv_heads=4)
     saved = Checkpoints(finished / "exact" / "checkpoints")
-    config, _ = pretrain.options.parse(given)
+    config, _ = pretrain.pretrain_options.parse(given)
     job = pretrain.prepare(config, pretrain.load_data(config))
     expected = saved.load(10, job.abstract).params
     found = nnx.to_pure_dict(nnx.state(model, nnx.Param))

@@ -1,0 +1,217 @@
+"""The command line of pretrain.py; options.py has what finetune.py's shares."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from configs import MODELS
+from jaxcompact.memory import devices
+from methods import Method
+from options import (
+    DEFAULTS,
+    FolderOptions,
+    MethodOptions,
+    UpdateOptions,
+    option,
+    positive,
+    read,
+)
+from sharding import parse_mesh
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    model: str = option(
+        "tiny",
+        "shape: a LLaMA, or a RoBERTa that learns masked words",
+        choices=tuple(MODELS),
+    )
+    dtype: str | None = option(
+        None,
+        "of the computation (default: bfloat16 on a GPU, float32 on a CPU)",
+        choices=("float32", "bfloat16"),
+    )
+    param_dtype: str = option(
+        "float32", "of the parameters", choices=("float32", "bfloat16")
+    )
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    memory_budget: str | None = option(
+        None,
+        "of the training step, as 7GiB: which tensors of a block are kept, encoded, "
+        "moved to the host or made again is planned for it",
+    )
+    plan: Path | None = option(
+        None, "a plan.json to follow: a run's own, or an edited one", Path
+    )
+    plan_device: str | None = option(
+        None,
+        "card that is planned for (default: the one that is here, or h200)",
+        choices=tuple(devices()),
+    )
+    max_error: float = option(
+        0.08,
+        "of the gradient, relative, that a plan may make by encoding; 0 is exact. As "
+        "measured at the start, and again after 16, 32, 64, ... updates",
+        float,
+    )
+    explain_plan: bool = option(
+        False, "print the plan and stop", None, action="store_true"
+    )
+    plan_plot: Path | None = option(
+        None,
+        "with --explain-plan, a picture to make: memory against modelled time, beside "
+        "jax.checkpoint's policies",
+        Path,
+    )
+
+    def __post_init__(self):
+        if not self.max_error >= 0:
+            raise ValueError(f"--max-error must be 0 or more, got {self.max_error}")
+        if self.plan_plot and not (self.explain_plan and self.memory_budget):
+            raise ValueError("--plan-plot needs --explain-plan and --memory-budget")
+        if self.plan and self.memory_budget:
+            raise ValueError("--plan and --memory-budget exclude each other")
+        if self.explain_plan and not (self.plan or self.memory_budget):
+            raise ValueError("--explain-plan needs --memory-budget or --plan")
+        if self.plan_device and not self.memory_budget:
+            raise ValueError("--plan-device needs --memory-budget")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions(UpdateOptions):
+    lr: float | None = option(
+        None,
+        "peak learning rate (default: "
+        + ", ".join(f"{name} {own['lr']}" for name, own in DEFAULTS.items())
+        + ", good for tiny)",
+        float,
+    )
+    steps: int = option(400, "updates", int)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "lr", "steps")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    data: str | None = option(
+        None,
+        "a file or directory of text, JSON lines (also .gz, .xz, .zst) or Parquet, or "
+        "hf:allenai/c4 (default: the source of Python's standard library)",
+    )
+    tokenizer: str = option(
+        "bytes",
+        "bytes, bpe:8192, roberta:8192 for a RoBERTa, or the path of a tokenizer.json",
+    )
+    max_tokens: int | None = option(
+        None, "of the training text to read (default: all; of hf: what is needed)", int
+    )
+    batch_size: int = option(16, "sequences an update", int)
+    accumulate: int = option(1, "microbatches that an update's batch is cut into", int)
+    seq_len: int = option(128, "tokens a sequence", int)
+
+    def __post_init__(self):
+        positive(self, "max_tokens", "batch_size", "accumulate", "seq_len")
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    mesh: str | None = option(
+        None,
+        "sizes of data, fsdp and tensor, as fsdp=4,tensor=2, of all processes' devices "
+        "together: copies of the weights, shares of weights and moments, shares of "
+        "each matrix product (default: all are data's)",
+    )
+    coordinator: str | None = option(
+        None,
+        "host:port of the first of several processes, the same for all, or auto where "
+        "the cluster knows (Slurm, Kubernetes, TPU). Each is one host's and sees the "
+        "same --out",
+    )
+    processes: int | None = option(None, "how many there are", int)
+    process: int | None = option(None, "which one this is, from 0", int)
+
+    def __post_init__(self):
+        positive(self, "processes")
+        if self.mesh:
+            parse_mesh(self.mesh)
+        numbers = (self.processes, self.process)
+        if self.coordinator in (None, "auto") and numbers != (None, None):
+            raise ValueError("--processes and --process need --coordinator host:port")
+        if self.coordinator not in (None, "auto"):
+            _, _, port = self.coordinator.rpartition(":")
+            if not port.isdecimal():
+                raise ValueError(
+                    f"--coordinator must be host:port or auto, got {self.coordinator!r}"
+                )
+            if None in numbers or not 0 <= self.process < self.processes:
+                raise ValueError(
+                    f"--process must be from 0 to --processes less 1, got "
+                    f"{self.process} of {self.processes}"
+                )
+
+
+@dataclass(frozen=True)
+class OutputOptions(FolderOptions):
+    eval_every: int = option(50, "steps; always at the end", int)
+    eval_batches: int = option(16, "batches of the held-out text", int)
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "eval_every", "eval_batches")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that one run of one method is made of."""
+
+    model: ModelOptions
+    method: Method
+    plan: PlanOptions
+    optimizer: OptimizerOptions
+    data: DataOptions
+    device: DeviceOptions
+    output: OutputOptions
+
+    @property
+    def folder(self) -> Path:
+        out = self.output.out or Path("runs") / self.model.model
+        return out / self.method.name
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its beginning."""
+        parts = (self.model, self.method, self.optimizer, self.data)
+        together = {k: v for part in parts for k, v in asdict(part).items()}
+        # The data is known by what is in it, not by its path: see pretrain.prepare.
+        others = ("data", "tokenizer", "max_skipped")
+        return {k: v for k, v in together.items() if k not in others}
+
+
+def parse(argv: Sequence[str] | None = None) -> list[Config]:
+    """One config for each method. Exits as argparse does; raises ValueError."""
+    parts = {
+        "model": ModelOptions,
+        "method": MethodOptions,
+        "plan": PlanOptions,
+        "optimizer": OptimizerOptions,
+        "data": DataOptions,
+        "devices": DeviceOptions,
+        "output": OutputOptions,
+    }
+    description = "Pretrain a LLaMA, or a RoBERTa by masked words."
+    model, method, plan, optimizer, data, device, output = read(
+        "pretrain.py", description, parts, argv
+    )
+    if method.checkpoint and (plan.plan or plan.memory_budget):
+        raise ValueError("--checkpoint and a plan exclude each other")
+    configs = []
+    for name in method.names:
+        lr = optimizer.lr or DEFAULTS[name]["lr"]
+        opt = replace(optimizer, lr=lr)
+        configs.append(Config(model, method.of(name), plan, opt, data, device, output))
+    return configs
