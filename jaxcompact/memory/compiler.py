@@ -21,6 +21,9 @@ from jaxcompact.memory.cards import Device
 INSTALL = 'pip install "jaxcompact[memory]"'
 _NOISE = (b"cuInit", b"GPU interconnect", b"ptxas", b"TPU", b"InitGoogle", b"libtpu")
 _NOISE += (b"Source Location Trace",)
+# Without a card nothing can be timed: XLA would compile every way to do each product,
+# and take the first after all. That is half of the time of a compile.
+_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def compile_lowered(lowered: Any, device: Device) -> Program:
     with tempfile.TemporaryDirectory() as folder:
         try:
             with _quiet():
-                options = {"xla_dump_to": folder}
+                options = {"xla_dump_to": folder, **_OPTIONS.get(device.platform, {})}
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "ptxas too old" in str(error) or "does not support CC" in str(error):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import shutil
 import sys
 
 import jax
@@ -324,6 +325,14 @@ def test_a_step_that_does_not_compile(monkeypatch):
         ValueError, match="does not compile for a NVIDIA H200: .*kernel"
     ):
         jc.memory.peak(huge, S((8,), F32))
+
+
+def test_what_cannot_be_timed_is_not_tried(cache, monkeypatch, optax_promotion):
+    """XLA's choices among ways to do a product are the same without a card."""
+    found = jc.memory.peak(train_step, *ARGS)
+    shutil.rmtree(cache)
+    monkeypatch.setattr(compiler, "_OPTIONS", {})
+    assert jc.memory.peak(train_step, *ARGS) == found
 
 
 @pytest.mark.parametrize(
