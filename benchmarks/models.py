@@ -1,358 +1,80 @@
-"""Models that were not written for this library, trained with encoded residuals.
+"""Models of other packages, trained with encoded residuals.
 
     pip install "transformers<5" jax-resnet jraph
     python benchmarks/models.py run --data ../shared/data
     python benchmarks/models.py table
 
-GPT-2 and ViT of Hugging Face and jax-resnet's ResNet (Linen), GCN and GAT of jraph
-(plain JAX), an MLP of NNX layers with dropout. Each is wrapped once, as a whole:
+Each of model_tasks.py is wrapped once, as a whole:
 ``jc.checkpoint(apply, policy=jc.policies.int4(), params=(0, 1))``. `run` appends rows
 to benchmarks/results/models.jsonl; rows that are there are not made again.
+
+GACT's settings: groups of 256, asymmetric, stochastic, the same bits for all; or for
+each tensor 8, 4, 2 or 1 bits by `jc.sensitivity`, as many in all.
 """
 
 import argparse
-import gzip
 import json
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
+
+from model_tasks import MODELS, SOURCES, Task  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
-from data import prepare  # noqa: E402
 from jaxcompact.checkpoint import TRACERS  # noqa: E402
+from jaxcompact.planner import measuring  # noqa: E402
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 RESULTS = ROOT / "benchmarks" / "results" / "models.jsonl"
 SEEDS = {"vit": 10}  # 3 for all others, whose accuracies differ less by seed
 POLICIES = {"int8": jc.policies.int8(), "int4": jc.policies.int4()}
-Batch = tuple[Any, jax.Array, jax.Array]  # inputs, labels, weights of the labels
+
+
+def gact(bits: int) -> jc.Quantized:
+    return jc.Quantized(bits, 256, symmetric=False, stochastic=True)
 
 
 @dataclass(frozen=True)
-class Task:
-    """A model, and what it learns.
+class Automatic:
+    """Bits by sensitivity, looked at again after 16, 64, 256, ... updates."""
 
-    Attributes:
-        apply: ``(params, state, inputs, key) -> logits, state``, in training.
-        evaluate: ``(params, state, inputs) -> logits``.
-        batch: the batch of a step.
-        held_out: batches that the metric is measured on.
-    """
+    bits: int
+    looks = (0, 16, 64, 256, 1024)
 
-    apply: Callable
-    evaluate: Callable
-    params: Any
-    state: Any
-    batch: Callable[[int], Batch]
-    held_out: list[Batch]
-    steps: int
-    optimizer: optax.GradientTransformation
-    key: jax.Array = field(default_factory=lambda: jax.random.key(0))
+    def choosing(self, loss_of: Callable[[Any], Callable], args: tuple) -> Callable:
+        """``args -> policy``, of the gradient of the first of what a loss returns."""
 
+        def make_gradient(policy):
+            loss = loss_of(policy)
+            return jax.grad(lambda *args: loss(*args)[0]), args
 
-# --- models and data ---
+        measure, _ = measuring(
+            make_gradient,
+            policy=jc.policies.uniform(gact(4)),
+            codecs=tuple(map(gact, (8, 4, 2, 1))),
+            probes=2,
+        )
 
+        def choose(*args) -> jc.Policy:
+            found = measure(jax.random.key(0), *args)
+            uniform = dict.fromkeys(found.effects, gact(self.bits))
+            return found.policy(found.bits(uniform))
 
-def gpt2(data: Path, seed: int) -> Task:
-    """Two layers on bytes of novels, with GPT-2's own dropout."""
-    from transformers import FlaxGPT2LMHeadModel, GPT2Config
-
-    text = prepare(data / "english_novels", "bytes")
-    config = GPT2Config(
-        vocab_size=text.vocab_size, n_embd=96, n_layer=2, n_head=3, n_positions=64
-    )
-    model = FlaxGPT2LMHeadModel(config, seed=seed)
-
-    def batch(tokens) -> Batch:
-        tokens = jnp.asarray(tokens)
-        labels = tokens[:, 1:]
-        return tokens[:, :-1], labels, jnp.ones(labels.shape)
-
-    return Task(
-        *_hugging_face(model),
-        batch=lambda step: batch(
-            text.batch(step, batch_size=16, seq_len=64, seed=seed)
-        ),
-        held_out=[
-            batch(b) for b in text.eval_batches(batch_size=64, seq_len=64, count=8)
-        ],
-        steps=1500,
-        optimizer=_adamw(3e-3, 1500),
-    )
+        return choose
 
 
-def vit(data: Path, seed: int) -> Task:
-    from transformers import FlaxViTForImageClassification, ViTConfig
-
-    config = ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        image_size=28,
-        patch_size=7,
-        num_channels=1,
-        num_labels=10,
-        hidden_dropout_prob=0.1,
-        initializer_range=0.1,
-    )
-    model = FlaxViTForImageClassification(config, seed=seed)
-    batch, held_out = _digits(data, seed)
-    return Task(
-        *_hugging_face(model, lambda images: images.transpose(0, 3, 1, 2)),
-        batch=batch,
-        held_out=held_out,
-        steps=2000,
-        optimizer=_adamw(2e-3, 2000),
-    )
-
-
-def _hugging_face(model: Any, prepared: Callable = lambda x: x) -> tuple:
-    def apply(params, state, inputs, key):
-        out = model(prepared(inputs), params=params, dropout_rng=key, train=True)
-        return out.logits, state
-
-    def evaluate(params, state, inputs):
-        return model(prepared(inputs), params=params).logits
-
-    return apply, evaluate, model.params, {}
-
-
-def resnet(data: Path, seed: int) -> Task:
-    """Batch norm's running statistics are its state."""
-    import jax_resnet
-
-    model = jax_resnet.ResNet(
-        jax_resnet.ResNetBlock,
-        stage_sizes=(1, 1),
-        hidden_sizes=(16, 32),
-        n_classes=10,
-        stem_cls=partial(jax_resnet.ResNetDStem, stem_width=16),
-    )
-    batch, held_out = _digits(data, seed)
-    variables = model.init(jax.random.key(seed), held_out[0][0])
-
-    def apply(params, state, inputs, key):
-        return model.apply({"params": params, **state}, inputs, mutable=["batch_stats"])
-
-    def evaluate(params, state, inputs):
-        norms = partial(model.apply, mutable=False)
-        return norms({"params": params, **state}, inputs)
-
-    return Task(
-        apply,
-        evaluate,
-        variables["params"],
-        {"batch_stats": variables["batch_stats"]},
-        batch=batch,
-        held_out=held_out,
-        steps=250,
-        optimizer=_adamw(3e-3, 250),
-    )
-
-
-def mlp(data: Path, seed: int) -> Task:
-    rngs = nnx.Rngs(seed)
-    model = nnx.Sequential(
-        nnx.Linear(784, 256, rngs=rngs),
-        nnx.relu,
-        nnx.Dropout(0.3, rngs=rngs),
-        nnx.Linear(256, 256, rngs=rngs),
-        nnx.gelu,
-        nnx.Dropout(0.3, rngs=rngs),
-        nnx.Linear(256, 10, rngs=rngs),
-    )
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def apply(params, state, inputs, key):  # its state counts the random keys
-        model = nnx.merge(graphdef, params, state, copy=True)
-        logits = model(inputs.reshape(-1, 784))
-        return logits, nnx.state(model, nnx.Not(nnx.Param))
-
-    def evaluate(params, state, inputs):
-        model = nnx.merge(graphdef, params, state)
-        return nnx.view(model, deterministic=True)(inputs.reshape(-1, 784))
-
-    batch, held_out = _digits(data, seed)
-    return Task(
-        apply,
-        evaluate,
-        params,
-        rest,
-        batch=batch,
-        held_out=held_out,
-        steps=500,
-        optimizer=_adamw(1e-3, 500),
-    )
-
-
-def gcn(data: Path, seed: int) -> Task:
-    """Kipf and Welling's two layers and settings."""
-    import jraph
-
-    graph, labels, parts = _cora(data)
-    keys = jax.random.split(jax.random.key(seed))
-    params = [_glorot(keys[0], 1433, 16), _glorot(keys[1], 16, 7)]
-
-    def logits(params, graph, keys=None):
-        for i, w in enumerate(params):
-            x = jax.nn.relu(graph.nodes) if i else graph.nodes
-            x = x if keys is None else _dropout(keys[i], x)
-            layer = jraph.GraphConvolution(partial(_times, w), add_self_edges=True)
-            graph = layer(graph._replace(nodes=x))
-        return graph.nodes
-
-    return _on_cora(logits, params, graph, labels, parts, optax.adam(1e-2), decay=5e-4)
-
-
-def gat(data: Path, seed: int) -> Task:
-    """Velickovic et al.: 8 heads of 8, then one; dropout of inputs."""
-    import jraph
-
-    graph, labels, parts = _cora(data)
-    n = len(labels)
-    loops = np.arange(n, dtype=np.int32)
-    graph = graph._replace(
-        senders=jnp.concatenate([graph.senders, loops]),
-        receivers=jnp.concatenate([graph.receivers, loops]),
-    )
-    keys = jax.random.split(jax.random.key(seed), 4)
-    params = [
-        {"w": _glorot(keys[0], 1433, 64), "a": _glorot(keys[1], 16, 1)},
-        {"w": _glorot(keys[2], 64, 7), "a": _glorot(keys[3], 14, 1)},
-    ]
-
-    def logits(params, graph, keys=None):
-        for i, (p, heads) in enumerate(zip(params, (8, 1), strict=True)):
-            x = graph.nodes if keys is None else _dropout(keys[i], graph.nodes)
-            layer = jraph.GAT(
-                lambda x, p=p, heads=heads: (x @ p["w"]).reshape(n, heads, -1),
-                lambda s, r, _, p=p: jax.nn.leaky_relu(
-                    jnp.concatenate([s, r], -1) @ p["a"], 0.2
-                ),
-                lambda x, i=i: x.reshape(n, -1) if i else jax.nn.elu(x.reshape(n, -1)),
-            )
-            graph = layer(graph._replace(nodes=x))
-        return graph.nodes
-
-    return _on_cora(logits, params, graph, labels, parts, optax.adam(5e-3), decay=5e-4)
-
-
-MODELS = {
-    "gpt2": gpt2,
-    "vit": vit,
-    "resnet": resnet,
-    "mlp": mlp,
-    "gcn": gcn,
-    "gat": gat,
-}
-SOURCES = {
-    "gpt2": "transformers, Linen",
-    "vit": "transformers, Linen",
-    "resnet": "jax-resnet, Linen",
-    "mlp": "Flax, NNX",
-    "gcn": "jraph, plain JAX",
-    "gat": "jraph, plain JAX",
-}
-
-
-def _adamw(rate: float, steps: int) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-
-
-def _times(w, x):
-    return x @ w
-
-
-def _glorot(key, n, m):
-    return jax.nn.initializers.glorot_uniform()(key, (n, m))
-
-
-def _dropout(key, x):
-    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2.0 * x, 0.0)
-
-
-def _digits(data: Path, seed: int) -> tuple[Callable[[int], Batch], list[Batch]]:
-    """The 10,000 test images of MNIST: 8,000 to train on, 2,000 held out."""
-    folder = data / "mnist_t10k"
-    raw = gzip.decompress((folder / "t10k-images-idx3-ubyte.gz").read_bytes())
-    images = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 1, 28, 28) / 255.0
-    raw = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
-    labels = np.frombuffer(raw, np.uint8, offset=8).astype(np.int32)
-    order = np.random.default_rng(0).permutation(len(labels))
-    images = (images.astype(np.float32)[order].transpose(0, 2, 3, 1) - 0.13) / 0.31
-    labels = labels[order]
-
-    def take(index) -> Batch:
-        return images[index], labels[index], np.ones(len(index), np.float32)
-
-    def batch(step: int) -> Batch:
-        epoch, place = divmod(step, 125)
-        shuffled = np.random.default_rng((seed, epoch)).permutation(8000)
-        return take(shuffled[64 * place : 64 * place + 64])
-
-    return batch, [take(np.arange(8000 + i, 8500 + i)) for i in range(0, 2000, 500)]
-
-
-def _cora(data: Path):
-    import jraph
-
-    with np.load(data / "cora" / "cora.npz") as file:
-        z = dict(file)
-    n = len(z["labels"])
-    nodes = np.zeros(tuple(z["x_shape"]), np.float32)
-    rows = np.repeat(np.arange(n), np.diff(z["x_indptr"]))
-    nodes[rows, z["x_indices"]] = z["x_data"]
-    nodes /= np.maximum(nodes.sum(1, keepdims=True), 1.0)
-    one, other = z["edges"]
-    graph = jraph.GraphsTuple(
-        nodes=jnp.asarray(nodes),
-        edges=None,
-        senders=jnp.asarray(np.concatenate([one, other])),
-        receivers=jnp.asarray(np.concatenate([other, one])),
-        globals=None,
-        n_node=jnp.array([n]),
-        n_edge=jnp.array([2 * len(one)]),
-    )
-    return graph, z["labels"], (z["train_idx"], z["test_idx"])
-
-
-def _on_cora(logits, params, graph, labels, parts, optimizer, decay) -> Task:
-    def masked(index) -> Batch:
-        weights = np.zeros(len(labels), np.float32)
-        weights[index] = 1.0
-        return graph, np.maximum(labels, 0), weights
-
-    def apply(params, state, graph, key):
-        return logits(params, graph, jax.random.split(key, len(params))), state
-
-    train, test = map(masked, parts)
-    return Task(
-        apply,
-        lambda params, state, graph: logits(params, graph),
-        params,
-        {},
-        batch=lambda step: train,
-        held_out=[test],
-        steps=200,
-        optimizer=optax.chain(optax.add_decayed_weights(decay), optimizer),
-    )
+GACT = {f"GACT {bits} bits": jc.policies.uniform(gact(bits)) for bits in (4, 2)}
+GACT |= {f"GACT automatic {bits}": Automatic(bits) for bits in (4, 2)}
 
 
 # --- measuring ---
@@ -371,19 +93,26 @@ def checkpointed(task: Task, policy: Any) -> Callable:
 
 def train(task: Task, policy: Any, seed: int) -> dict[str, float]:
     """Held-out loss and accuracy after training."""
-    apply = checkpointed(task, policy)
 
-    @jax.jit
-    def step(params, state, moments, batch, key):
-        inputs, labels, weights = batch
+    def loss_of(policy):
+        apply = checkpointed(task, policy)
 
-        def loss(params):
+        def loss(params, state, batch, key):
+            inputs, labels, weights = batch
             logits, new = apply(params, state, inputs, key)
             return cross_entropy(logits, labels, weights), new
 
-        (value, state_new), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        updates, moments = task.optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, updates), state_new, moments, value
+        return loss
+
+    def step_of(policy):
+        @jax.jit
+        def step(params, state, moments, batch, key):
+            gradient = jax.grad(loss_of(policy), has_aux=True)
+            grads, state = gradient(params, state, batch, key)
+            updates, moments = task.optimizer.update(grads, moments, params)
+            return optax.apply_updates(params, updates), state, moments
+
+        return step
 
     @jax.jit
     def measure(params, state, batch):
@@ -394,9 +123,16 @@ def train(task: Task, policy: Any, seed: int) -> dict[str, float]:
 
     params, state = task.params, task.state
     moments = task.optimizer.init(params)
+    automatic = isinstance(policy, Automatic)
+    chosen, step, choose = policy, None if automatic else step_of(policy), None
     for i in range(task.steps):
-        key = jax.random.fold_in(jax.random.key(seed), i)
-        params, state, moments, _ = step(params, state, moments, task.batch(i), key)
+        key, batch = jax.random.fold_in(jax.random.key(seed), i), task.batch(i)
+        if automatic and i in policy.looks:
+            args = params, state, batch, key
+            choose = choose or policy.choosing(loss_of, args)
+            before, chosen = chosen, choose(*args)
+            step = step if chosen == before else step_of(chosen)
+        params, state, moments = step(params, state, moments, batch, key)
     found = [measure(params, state, batch) for batch in task.held_out]
     loss, accuracy = (statistics.fmean(map(float, x)) for x in zip(*found, strict=True))
     return {"loss": loss, "accuracy": accuracy}
@@ -494,14 +230,15 @@ def rows() -> list[dict]:
 
 def run(data: Path, names: list[str]) -> None:
     done = {(r["model"], r["policy"], r["seed"]) for r in rows()}
-    for name in names:
-        for seed in range(SEEDS.get(name, 3)):
-            for label, policy in {"exact": None, **POLICIES}.items():
-                if (name, label, seed) in done:
+    for seed in range(max(SEEDS.values())):
+        for name in names:
+            policies = {"exact": None, **POLICIES} | (GACT if seed < 3 else {})
+            for label, policy in policies.items():
+                if (name, label, seed) in done or seed >= SEEDS.get(name, 3):
                     continue
                 start, task = time.perf_counter(), MODELS[name](data, seed)
                 row = {"model": name, "policy": label, "seed": seed}
-                if policy is not None and seed == 0:
+                if label in POLICIES and seed == 0:
                     row |= gradient(task, policy)
                 row |= train(task, policy, seed)
                 row["seconds"] = round(time.perf_counter() - start)

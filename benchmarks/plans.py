@@ -28,6 +28,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
+from gpt2 import adam_step, build  # noqa: E402
 from step import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -41,7 +42,6 @@ from training import Training  # noqa: E402
 
 CARD = devices()["h200"]
 DTYPE = jnp.bfloat16
-VOCABULARY = 50257
 
 
 def llama(name: str, batch: int, seq: int, policy):
@@ -60,92 +60,9 @@ def llama(name: str, batch: int, seq: int, policy):
 
 
 def gpt2(batch: int, seq: int, policy):
-    """GPT-2 345M as Adacc trains it: LayerNorm, GELU, dropout of 0.1 everywhere."""
-    layers, width, heads = 24, 1024, 16
-
-    def norm(w, x):
-        x32 = x.astype(jnp.float32)
-        mean = jnp.mean(x32, axis=-1, keepdims=True)
-        centered = x32 - mean
-        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
-        y = centered * jax.lax.rsqrt(variance + 1e-5)
-        return y.astype(x.dtype) * w[0] + w[1]
-
-    def dropout(key, x):
-        keep = jax.random.bernoulli(key, 0.9, x.shape)
-        return jnp.where(keep, x / jnp.asarray(0.9, x.dtype), jnp.zeros((), x.dtype))
-
-    def layer(w, x_btd, key):
-        keys = jax.random.split(key, 3)
-        y = norm(w["norm1"], x_btd) @ w["qkv"]
-        q, k, v = jnp.split(y.reshape(*y.shape[:2], heads, -1), 3, axis=-1)
-        s = jnp.einsum("bqhk,bthk->bhqt", q, k).astype(jnp.float32) / 8
-        s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9)
-        p = dropout(keys[0], jax.nn.softmax(s, axis=-1).astype(x_btd.dtype))
-        mixed = jnp.einsum("bhqt,bthk->bqhk", p, v).reshape(x_btd.shape)
-        x_btd += dropout(keys[1], mixed @ w["out"])
-        y = jax.nn.gelu(norm(w["norm2"], x_btd) @ w["up"])
-        return x_btd + dropout(keys[2], y @ w["down"])
-
-    block = layer
-    if hasattr(policy, "decide"):
-        block = jc.checkpoint(layer, policy=policy, params=0, prevent_cse=False)
-    elif policy is not None:
-        saved = None if policy == "nothing" else policy
-        block = jax.checkpoint(layer, policy=saved, prevent_cse=False)
-
-    def of(*shape):
-        return jax.ShapeDtypeStruct(shape, DTYPE)
-
-    params = {
-        "embed": of(VOCABULARY, width),
-        "positions": of(seq, width),
-        "layers": {
-            "norm1": of(layers, 2, width),
-            "norm2": of(layers, 2, width),
-            "qkv": of(layers, width, 3 * width),
-            "out": of(layers, width, width),
-            "up": of(layers, width, 4 * width),
-            "down": of(layers, 4 * width, width),
-        },
-        "norm": of(2, width),
-    }
-    tx = optax.adamw(1e-4)
-
-    def loss(params, tokens, key):
-        first, *keys = jax.random.split(key, layers + 1)
-        x = params["embed"][tokens[:, :-1]] + params["positions"]
-        x = dropout(first, x)
-
-        def body(x, w_and_key):
-            return block(w_and_key[0], x, w_and_key[1]), None
-
-        x, _ = jax.lax.scan(body, x, (params["layers"], jnp.stack(keys)))
-        x = norm(params["norm"], x)
-
-        @partial(jax.checkpoint, prevent_cse=False)
-        def of_sequence(total, x_and_target):  # logits never exist whole
-            x, target = x_and_target
-            logits = (x @ params["embed"].T).astype(jnp.float32)
-            return total + optax.softmax_cross_entropy_with_integer_labels(
-                logits, target
-            ).sum(), None
-
-        total, _ = jax.lax.scan(of_sequence, 0.0, (x, tokens[:, 1:]))
-        return total / tokens[:, 1:].size
-
-    def step(params, state, tokens, key):
-        grads = jax.grad(loss)(params, tokens, key)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    args = (
-        params,
-        jax.eval_shape(tx.init, params),
-        jax.ShapeDtypeStruct((batch, seq + 1), jnp.int32),
-        jax.eval_shape(lambda: jax.random.key(0)),
-    )
-    return jax.jit(step, donate_argnums=(0, 1)), args
+    """GPT-2 345M."""
+    loss, params, rest = build(24, 1024, 16, batch, seq, policy)
+    return adam_step(loss, params, rest)
 
 
 MODELS: dict[str, tuple[Callable, int]] = {

@@ -142,4 +142,5 @@ MODELS = {
         width=128, ff=512, layers=4, heads=4, max_seq=256, init_std=0.05
     ),
     "roberta-base": RobertaConfig(),
+    "roberta-large": RobertaConfig(width=1024, ff=4096, layers=24, heads=16),
 }

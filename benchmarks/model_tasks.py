@@ -1,0 +1,418 @@
+"""Small models, most of other packages, and what they learn.
+
+GPT-2, BERT and ViT of Hugging Face, jax-resnet's ResNet and a Swin (Linen), GCN and GAT
+of jraph (plain JAX), an MLP of NNX layers with dropout.
+"""
+
+import gzip
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
+
+from swin import Swin  # noqa: E402
+
+from data import prepare  # noqa: E402
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+Batch = tuple[Any, jax.Array, jax.Array]  # inputs, labels, weights of the labels
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, and what it learns.
+
+    Attributes:
+        apply: ``(params, state, inputs, key) -> logits, state``, in training.
+        evaluate: ``(params, state, inputs) -> logits``.
+        batch: the batch of a step.
+        held_out: batches that the metric is measured on.
+    """
+
+    apply: Callable
+    evaluate: Callable
+    params: Any
+    state: Any
+    batch: Callable[[int], Batch]
+    held_out: list[Batch]
+    steps: int
+    optimizer: optax.GradientTransformation
+    key: jax.Array = field(default_factory=lambda: jax.random.key(0))
+
+
+def gpt2(data: Path, seed: int) -> Task:
+    """Two layers on bytes of novels, with GPT-2's own dropout."""
+    from transformers import FlaxGPT2LMHeadModel, GPT2Config
+
+    text, batch, held_out = _novels(data, seed, _shifted)
+    config = GPT2Config(
+        vocab_size=text.vocab_size, n_embd=96, n_layer=2, n_head=3, n_positions=64
+    )
+    model = FlaxGPT2LMHeadModel(config, seed=seed)
+    return Task(
+        *_hugging_face(model),
+        batch=batch,
+        held_out=held_out,
+        steps=1500,
+        optimizer=_adamw(3e-3, 1500),
+    )
+
+
+def bert(data: Path, seed: int) -> Task:
+    """Two layers that find the bytes of novels again of which a seventh is hidden."""
+    from transformers import BertConfig, FlaxBertForMaskedLM
+
+    vocabulary = prepare(data / "english_novels", "bytes").vocab_size
+
+    def masked(tokens) -> Batch:
+        labels = np.asarray(tokens)[:, :-1]
+        hidden = (
+            np.random.default_rng(labels[:, :8].ravel()).random(labels.shape) < 1 / 7
+        )
+        return np.where(hidden, vocabulary, labels), labels, hidden.astype(np.float32)
+
+    _, batch, held_out = _novels(data, seed, masked)
+    config = BertConfig(
+        vocab_size=vocabulary + 1,
+        hidden_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=384,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    return Task(
+        *_hugging_face(FlaxBertForMaskedLM(config, seed=seed)),
+        batch=batch,
+        held_out=held_out,
+        steps=1500,
+        optimizer=_adamw(3e-3, 1500),
+    )
+
+
+def vit(data: Path, seed: int) -> Task:
+    from transformers import FlaxViTForImageClassification, ViTConfig
+
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        image_size=28,
+        patch_size=7,
+        num_channels=1,
+        num_labels=10,
+        hidden_dropout_prob=0.1,
+        initializer_range=0.1,
+    )
+    model = FlaxViTForImageClassification(config, seed=seed)
+    batch, held_out = _digits(data, seed)
+    return Task(
+        *_hugging_face(model, lambda images: images.transpose(0, 3, 1, 2)),
+        batch=batch,
+        held_out=held_out,
+        steps=2000,
+        optimizer=_adamw(2e-3, 2000),
+    )
+
+
+def _hugging_face(model: Any, prepared: Callable = lambda x: x) -> tuple:
+    def apply(params, state, inputs, key):
+        out = model(prepared(inputs), params=params, dropout_rng=key, train=True)
+        return out.logits, state
+
+    def evaluate(params, state, inputs):
+        return model(prepared(inputs), params=params).logits
+
+    return apply, evaluate, model.params, {}
+
+
+def swin(data: Path, seed: int) -> Task:
+    """Two stages of two blocks: 14 x 14 patches in four windows, then one window."""
+    model = Swin(classes=10, width=24, depths=(2, 2), heads=(2, 4), patch=2)
+    batch, held_out = _digits(data, seed)
+
+    def apply(params, state, inputs, key):
+        return model.apply(params, inputs), state
+
+    return Task(
+        apply,
+        lambda params, state, inputs: model.apply(params, inputs),
+        model.init(jax.random.key(seed), held_out[0][0]),
+        {},
+        batch=batch,
+        held_out=held_out,
+        steps=500,
+        optimizer=_adamw(2e-3, 500),
+    )
+
+
+def resnet(data: Path, seed: int) -> Task:
+    """Batch norm's running statistics are its state."""
+    import jax_resnet
+
+    model = jax_resnet.ResNet(
+        jax_resnet.ResNetBlock,
+        stage_sizes=(1, 1),
+        hidden_sizes=(16, 32),
+        n_classes=10,
+        stem_cls=partial(jax_resnet.ResNetDStem, stem_width=16),
+    )
+    batch, held_out = _digits(data, seed)
+    variables = model.init(jax.random.key(seed), held_out[0][0])
+
+    def apply(params, state, inputs, key):
+        return model.apply({"params": params, **state}, inputs, mutable=["batch_stats"])
+
+    def evaluate(params, state, inputs):
+        norms = partial(model.apply, mutable=False)
+        return norms({"params": params, **state}, inputs)
+
+    return Task(
+        apply,
+        evaluate,
+        variables["params"],
+        {"batch_stats": variables["batch_stats"]},
+        batch=batch,
+        held_out=held_out,
+        steps=250,
+        optimizer=_adamw(3e-3, 250),
+    )
+
+
+def mlp(data: Path, seed: int) -> Task:
+    rngs = nnx.Rngs(seed)
+    model = nnx.Sequential(
+        nnx.Linear(784, 256, rngs=rngs),
+        nnx.relu,
+        nnx.Dropout(0.3, rngs=rngs),
+        nnx.Linear(256, 256, rngs=rngs),
+        nnx.gelu,
+        nnx.Dropout(0.3, rngs=rngs),
+        nnx.Linear(256, 10, rngs=rngs),
+    )
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def apply(params, state, inputs, key):  # its state counts the random keys
+        model = nnx.merge(graphdef, params, state, copy=True)
+        logits = model(inputs.reshape(-1, 784))
+        return logits, nnx.state(model, nnx.Not(nnx.Param))
+
+    def evaluate(params, state, inputs):
+        model = nnx.merge(graphdef, params, state)
+        return nnx.view(model, deterministic=True)(inputs.reshape(-1, 784))
+
+    batch, held_out = _digits(data, seed)
+    return Task(
+        apply,
+        evaluate,
+        params,
+        rest,
+        batch=batch,
+        held_out=held_out,
+        steps=500,
+        optimizer=_adamw(1e-3, 500),
+    )
+
+
+def gcn(data: Path, seed: int) -> Task:
+    """Kipf and Welling's two layers and settings."""
+
+    graph, labels, parts = _cora(data)
+    keys = jax.random.split(jax.random.key(seed))
+    params = [_glorot(keys[0], 1433, 16), _glorot(keys[1], 16, 7)]
+    optimizer = optax.adam(1e-2)
+    return _on_cora(gcn_logits, params, graph, labels, parts, optimizer, decay=5e-4)
+
+
+def gcn_logits(params, graph, keys=None, wrap=lambda layer: layer):
+    """A matrix for each layer, each of them wrapped; dropout with keys."""
+    import jraph
+
+    @wrap
+    def layer(w, x, graph, key):
+        x = x if key is None else _dropout(key, x)
+        convolve = jraph.GraphConvolution(lambda x: x @ w, add_self_edges=True)
+        return convolve(graph._replace(nodes=x)).nodes
+
+    x, graph = graph.nodes, graph._replace(nodes=None)
+    for i, w in enumerate(params):
+        x = layer(
+            w, jax.nn.relu(x) if i else x, graph, None if keys is None else keys[i]
+        )
+    return x
+
+
+def gat(data: Path, seed: int) -> Task:
+    """Velickovic et al.: 8 heads of 8, then one; dropout of inputs."""
+
+    graph, labels, parts = _cora(data)
+    n = len(labels)
+    loops = np.arange(n, dtype=np.int32)
+    graph = graph._replace(
+        senders=jnp.concatenate([graph.senders, loops]),
+        receivers=jnp.concatenate([graph.receivers, loops]),
+    )
+    keys = jax.random.split(jax.random.key(seed), 4)
+    params = [
+        {"w": _glorot(keys[0], 1433, 64), "a": _glorot(keys[1], 16, 1)},
+        {"w": _glorot(keys[2], 64, 7), "a": _glorot(keys[3], 14, 1)},
+    ]
+
+    logits = partial(gat_logits, heads=(8, 1))
+    optimizer = optax.adam(5e-3)
+    return _on_cora(logits, params, graph, labels, parts, optimizer, decay=5e-4)
+
+
+def gat_logits(params, graph, keys=None, wrap=lambda layer: layer, *, heads):
+    """As `gcn_logits`; graphs have a loop at each node."""
+    import jraph
+
+    def layer(p, x, graph, key, heads, last):
+        n = len(x)
+        x = x if key is None else _dropout(key, x)
+        attend = jraph.GAT(
+            lambda x: (x @ p["w"]).reshape(n, heads, -1),
+            lambda s, r, _: jax.nn.leaky_relu(
+                jnp.concatenate([s, r], -1) @ p["a"], 0.2
+            ),
+            lambda x: x.reshape(n, -1) if last else jax.nn.elu(x.reshape(n, -1)),
+        )
+        return attend(graph._replace(nodes=x)).nodes
+
+    x, graph = graph.nodes, graph._replace(nodes=None)
+    for i, (p, h) in enumerate(zip(params, heads, strict=True)):
+        one = wrap(partial(layer, heads=h, last=i + 1 == len(heads)))
+        x = one(p, x, graph, None if keys is None else keys[i])
+    return x
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "bert": bert,
+    "vit": vit,
+    "swin": swin,
+    "resnet": resnet,
+    "mlp": mlp,
+    "gcn": gcn,
+    "gat": gat,
+}
+SOURCES = {
+    "gpt2": "transformers, Linen",
+    "bert": "transformers, Linen",
+    "vit": "transformers, Linen",
+    "swin": "ours, Linen",
+    "resnet": "jax-resnet, Linen",
+    "mlp": "Flax, NNX",
+    "gcn": "jraph, plain JAX",
+    "gat": "jraph, plain JAX",
+}
+
+
+def _adamw(rate: float, steps: int) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+
+def _glorot(key, n, m):
+    return jax.nn.initializers.glorot_uniform()(key, (n, m))
+
+
+def _dropout(key, x):
+    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2.0 * x, 0.0)
+
+
+def _shifted(tokens) -> Batch:
+    """To predict the next byte."""
+    tokens = jnp.asarray(tokens)
+    labels = tokens[:, 1:]
+    return tokens[:, :-1], labels, jnp.ones(labels.shape)
+
+
+def _novels(data: Path, seed: int, made: Callable) -> tuple[Any, Callable, list[Batch]]:
+    text = prepare(data / "english_novels", "bytes")
+
+    def batch(step: int) -> Batch:
+        return made(text.batch(step, batch_size=16, seq_len=64, seed=seed))
+
+    held_out = text.eval_batches(batch_size=64, seq_len=64, count=8)
+    return text, batch, list(map(made, held_out))
+
+
+def _digits(data: Path, seed: int) -> tuple[Callable[[int], Batch], list[Batch]]:
+    """The 10,000 test images of MNIST: 8,000 to train on, 2,000 held out."""
+    folder = data / "mnist_t10k"
+    raw = gzip.decompress((folder / "t10k-images-idx3-ubyte.gz").read_bytes())
+    images = np.frombuffer(raw, np.uint8, offset=16).reshape(-1, 1, 28, 28) / 255.0
+    raw = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
+    labels = np.frombuffer(raw, np.uint8, offset=8).astype(np.int32)
+    order = np.random.default_rng(0).permutation(len(labels))
+    images = (images.astype(np.float32)[order].transpose(0, 2, 3, 1) - 0.13) / 0.31
+    labels = labels[order]
+
+    def take(index) -> Batch:
+        return images[index], labels[index], np.ones(len(index), np.float32)
+
+    def batch(step: int) -> Batch:
+        epoch, place = divmod(step, 125)
+        shuffled = np.random.default_rng((seed, epoch)).permutation(8000)
+        return take(shuffled[64 * place : 64 * place + 64])
+
+    return batch, [take(np.arange(8000 + i, 8500 + i)) for i in range(0, 2000, 500)]
+
+
+def _cora(data: Path):
+    import jraph
+
+    with np.load(data / "cora" / "cora.npz") as file:
+        z = dict(file)
+    n = len(z["labels"])
+    nodes = np.zeros(tuple(z["x_shape"]), np.float32)
+    rows = np.repeat(np.arange(n), np.diff(z["x_indptr"]))
+    nodes[rows, z["x_indices"]] = z["x_data"]
+    nodes /= np.maximum(nodes.sum(1, keepdims=True), 1.0)
+    one, other = z["edges"]
+    graph = jraph.GraphsTuple(
+        nodes=jnp.asarray(nodes),
+        edges=None,
+        senders=jnp.asarray(np.concatenate([one, other])),
+        receivers=jnp.asarray(np.concatenate([other, one])),
+        globals=None,
+        n_node=jnp.array([n]),
+        n_edge=jnp.array([2 * len(one)]),
+    )
+    return graph, z["labels"], (z["train_idx"], z["test_idx"])
+
+
+def _on_cora(logits, params, graph, labels, parts, optimizer, decay) -> Task:
+    def masked(index) -> Batch:
+        weights = np.zeros(len(labels), np.float32)
+        weights[index] = 1.0
+        return graph, np.maximum(labels, 0), weights
+
+    def apply(params, state, graph, key):
+        return logits(params, graph, jax.random.split(key, len(params))), state
+
+    train, test = map(masked, parts)
+    return Task(
+        apply,
+        lambda params, state, graph: logits(params, graph),
+        params,
+        {},
+        batch=lambda step: train,
+        held_out=[test],
+        steps=200,
+        optimizer=optax.chain(optax.add_decayed_weights(decay), optimizer),
+    )
