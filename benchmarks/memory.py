@@ -7,8 +7,8 @@
     python benchmarks/memory.py table [--plot sizes.png]
 
 A method is an optimizer's (exact, compact, galore), a checkpoint policy's (remat, dots,
-int8, int4, ...) or both, with a +. On several devices parameters, moments and tokens
-are sharded over all of them. Each step is compiled for the card, not run
+int8, int4, ...) or both, with a +. compact/8 is compact at n/8; without, it is n/4. On
+several devices parameters, moments and tokens are sharded over all of them. Each step is compiled for the card, not run
 (`jaxcompact.memory`): pip install ".[train,memory]". Compiles are cached.
 """
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
@@ -42,19 +43,19 @@ from jaxcompact import memory  # noqa: E402
 from methods import CHECKPOINT, Method  # noqa: E402
 from training import Training  # noqa: E402
 
-RANK = 0.25  # of compact and galore
 KEYS = ("table", "model", "batch", "seq", "devices", "device", "method")
 # Which rows docs/results.md has: (model, batch, seq, devices, methods).
 POLICIES = ("exact", "dots", "dots_no_batch", "dots_offload", "remat", "offload")
 POLICIES += ("galore", "int8", "int4", "int2")
 COMPACT = ("compact", "compact+int4", "compact+int3", "compact+remat")
-VARIANTS = ("int3", "int4_attention", "uniform4")
+VARIANTS = ("int3", "int4_attention", "uniform4", "galore+remat")
 METHODS = [
     ("350m", 128, 256, 1, ("everything", *POLICIES, *VARIANTS, *COMPACT)),
     ("1b", 32, 1024, 1, ("exact", "dots_no_batch", "remat", "int4", "int3", *COMPACT)),
 ]
 # CompAct's Table 3 and Figure 1: 128 x 256 tokens on each card, 32 x 256 of the last.
-FIGURE = ("exact", "galore", "compact", "remat", "int4", "compact+int4")
+FIGURE = ("exact", "galore", "compact/2", "compact", "compact/8", "remat", "int4")
+FIGURE += ("compact+int4",)
 SIZES = [(m, 128, 256, 1, FIGURE) for m in ("60m", "130m", "350m", "1b")]
 SIZES_FULL = [
     ("7b", 128 * 8, 256, 8, FIGURE),
@@ -121,19 +122,22 @@ def chosen() -> None:
 
 
 def names() -> list[str]:
-    return ["exact", "compact", "galore", "remat", *list(CHECKPOINT)[1:]]
+    optimizers = ["exact", "compact", "compact/2", "compact/8", "galore"]
+    return [*optimizers, "remat", *list(CHECKPOINT)[1:]]
 
 
 def parse(name: str) -> Method:
     """``"compact+int4"``."""
-    fields: dict[str, str] = {}
+    fields: dict[str, Any] = {}
     for part in name.split("+"):
+        if part in ("compact/2", "compact/8"):
+            fields["rank"], part = 1 / int(part[-1]), "compact"
         key = "name" if part in ("exact", "compact", "galore") else "checkpoint"
         value = "nothing" if part == "remat" else part
         if part not in names() or key in fields:
             raise SystemExit(f"--method is of {', '.join(names())}, got {name!r}")
         fields[key] = value
-    return Method(**fields, rank=RANK)
+    return Method(**{"rank": 0.25} | fields)
 
 
 def make_step(
