@@ -102,6 +102,9 @@ done
 # The allocator's peak beside that of the compiled program: within 2 %.
 [ -z "$on_gpu" ] ||
     limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
+# Each action of a plan, modelled and measured.
+[ -z "$on_gpu" ] ||
+    limited actions 90 "$python" benchmarks/plans.py actions LLaMA-350M
 for name in exact compact int4; do # losses at equal steps
     folder=$(mktemp -d)
     # shellcheck disable=SC2046

@@ -8,8 +8,9 @@
 
 A method is an optimizer's (exact, compact, galore), a checkpoint policy's (remat, dots,
 int8, int4, ...) or both, with a +. compact/8 is compact at n/8; without, it is n/4. On
-several devices parameters, moments and tokens are sharded over all of them. Each step is compiled for the card, not run
-(`jaxcompact.memory`): pip install ".[train,memory]". Compiles are cached.
+several devices parameters, moments and tokens are sharded over all of them. Each step
+is compiled for the card, not run (`jaxcompact.memory`): pip install ".[train,memory]".
+Compiles are cached.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
     python benchmarks/plans.py all [MODEL ...]
     python benchmarks/plans.py table [--plot plans.png]
+    python benchmarks/plans.py actions MODEL      # on an H200: modelled and measured
 
 Peaks are those of whole training steps, compiled for an H200; times are modelled, by
 the same roofline for both: of all operations of the traced step, those that are made
@@ -23,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks/results/plans.jsonl"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "actions" not in sys.argv:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -35,8 +37,11 @@ import jaxcompact as jc  # noqa: E402
 from configs import MODELS as LLAMAS  # noqa: E402
 from jaxcompact.graph import graph_of  # noqa: E402
 from jaxcompact.memory import devices, peak  # noqa: E402
+from jaxcompact.memory.cards import Device  # noqa: E402
+from jaxcompact.planner import measured, roofline  # noqa: E402
 from jaxcompact.planner.front import JAX_POLICIES, mark  # noqa: E402
-from jaxcompact.planner.roofline import operation_seconds  # noqa: E402
+from jaxcompact.planner.problem import CODECS, problem_of  # noqa: E402
+from jaxcompact.policy import written  # noqa: E402
 from methods import Method  # noqa: E402
 from training import Training  # noqa: E402
 
@@ -79,7 +84,29 @@ BELOW = 0.995  # of the peak of each other policy
 def step_seconds(step: Callable, args: tuple) -> float:
     """Modelled, of all operations of a traced step."""
     graph = graph_of(jax.make_jaxpr(step)(*args))
-    return sum(operation_seconds(op, CARD) for op in graph.ops)
+    return sum(roofline.operation_seconds(op, CARD) for op in graph.ops)
+
+
+def actions(make_step: Callable, card: Device) -> list[tuple[str, float, float]]:
+    """What a plan of a step weighs, by seconds modelled and measured on this machine.
+
+    Raises ValueError if there is no such card in it.
+    """
+    if measured.present(card) is None:
+        raise ValueError(f"actions are measured on a {card.name}, which is not here")
+    _, asked = problem_of(make_step, card, 0.2, None, CODECS)
+    found = {}
+    for op, seconds in asked.runs.items():
+        if modelled := roofline.operation_seconds(op, card):
+            found[f"{op.name} {op.where}"] = modelled, seconds
+    for item in asked.items:
+        where = item.tensor.shape, item.tensor.dtype
+        for option in item.options:
+            if isinstance(option.action, jc.Codec):
+                modelled = roofline.codec_seconds(option.action, *where, card)
+                name = f"{item.tensor.name} {written(option.action)}"
+                found[name] = modelled, option.seconds
+    return [(name, *seconds) for name, seconds in found.items()]
 
 
 def make(model: str) -> None:
@@ -180,6 +207,12 @@ def main() -> None:
         for model in MODELS:
             if not rest or any(word in model for word in rest):
                 make(model)
+    elif command == "actions":
+        (make_step,) = (make for name, (make, _) in MODELS.items() if rest[0] in name)
+        print("| action | modelled us | measured us | times |\n|---|---|---|---|")
+        for name, modelled, seconds in actions(make_step, CARD):
+            times = f"{1e6 * modelled:.1f} | {1e6 * seconds:.1f}"
+            print(f"| {name} | {times} | {seconds / modelled:.2f} |")
     else:
         print(table())
         if rest[:1] == ["--plot"]:

@@ -14,6 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results.md"
 HEADING = "## On a GPU\n"
+PRINTED = {  # by parts that print tables themselves
+    "memory": "Peak, compiled and of the allocator",
+    "actions": "What a plan of LLaMA-350M weighs, modelled and measured",
+}
 NOTHING = "No GPU was at hand: nothing below was timed on one, and no speed is claimed."
 
 
@@ -43,6 +47,11 @@ def report(folder: Path) -> str:
         file.stem.removeprefix("train_"): rows(file)
         for file in sorted(folder.glob("train_*.jsonl"))
     }
+    for name, heading in PRINTED.items():
+        file = folder / f"{name}.log"
+        lines = file.read_text().splitlines() if file.exists() else []
+        if table := "\n".join(line for line in lines if line.startswith("|")):
+            parts += [f"**{heading}**:", table]
     if losses:
         parts += ["**Losses at equal steps**:", loss_table(losses)]
     return "\n\n".join(parts)

@@ -196,9 +196,9 @@ def gib(nbytes: int) -> str:
 # --- what was compiled before ---
 
 
-def _folder() -> Path:
+def cache_folder(of: str) -> Path:
     home = os.environ.get("JAXCOMPACT_CACHE") or Path.home() / ".cache" / "jaxcompact"
-    return Path(home) / "memory"
+    return Path(home) / of
 
 
 def _key(lowered: Any, card: Any, kinds: dict[str, str], count: int) -> str:
@@ -218,7 +218,7 @@ def _key(lowered: Any, card: Any, kinds: dict[str, str], count: int) -> str:
 
 def _load(key: str) -> Peak | None:
     try:
-        fields = json.loads((_folder() / f"{key}.json").read_text())
+        fields = json.loads((cache_folder("memory") / f"{key}.json").read_text())
     except (OSError, ValueError):  # not there, or cut off
         return None
     return Peak(**fields | {"buffers": tuple(Buffer(**b) for b in fields["buffers"])})
@@ -226,9 +226,9 @@ def _load(key: str) -> Peak | None:
 
 def _store(key: str, found: Peak) -> None:
     try:
-        _folder().mkdir(parents=True, exist_ok=True)
-        part = _folder() / f"{key}.{os.getpid()}"
+        cache_folder("memory").mkdir(parents=True, exist_ok=True)
+        part = cache_folder("memory") / f"{key}.{os.getpid()}"
         part.write_text(json.dumps(asdict(found)))
-        part.replace(_folder() / f"{key}.json")
+        part.replace(cache_folder("memory") / f"{key}.json")
     except OSError:  # a full or read-only disk costs the next one a compile
         pass

@@ -13,9 +13,9 @@ from jax import checkpoint_policies as saves
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device
+from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
-from jaxcompact.planner.roofline import operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.program import Program
@@ -144,8 +144,8 @@ def front(
 ) -> Front:
     """The plans of a step's block at ``count`` sizes, by the model alone.
 
-    Nothing is compiled: sizes are what is stored between the passes. Times are those
-    of a roofline, of the block's forward and backward pass.
+    No step is compiled: sizes are what is stored between the passes. Times are those of
+    `plan_step`, of the block's forward and backward pass.
 
     Args: as of `jaxcompact.plan_step`.
 

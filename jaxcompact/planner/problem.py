@@ -9,7 +9,7 @@ from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of
-from jaxcompact.planner.roofline import codec_seconds, operation_seconds
+from jaxcompact.planner.measured import codec_seconds, operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity, noise
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
 from jaxcompact.replay import Replay, Residual, Source

@@ -13,6 +13,7 @@ from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
+from jaxcompact.planner.measured import present
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import (
@@ -99,7 +100,8 @@ def plan_step(
             attention is sensitive to is then stored as by `policies.int4`, or exactly.
         progress: called with a line for each compile; by default it goes to stderr.
 
-    Times are those of a roofline of the card, not measured.
+    Times are measured, of each operation and codec by itself, if such a card is in this
+    machine, and kept on disk; else they are those of its roofline.
 
     Raises ValueError for a budget that is none, above the card, or below what the
     smallest plan takes (which it says), for a ``max_error`` that no plan keeps, and for
@@ -120,6 +122,8 @@ def plan_step(
     if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    if present(card):
+        say(f"operations are timed on this machine's {card.name}, if they were not yet")
     traces, asked = problem_of(make_step, card, max_error, sensitivity, codecs)
     rules = {"noise": max_error**2}
 

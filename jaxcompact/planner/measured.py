@@ -1,0 +1,112 @@
+"""How long operations take: measured if the card is here, else by its roofline.
+
+What takes time by the roofline runs by itself, compiled, on arrays of its shapes, again
+and again; so do a codec's encoding and decoding. Elementwise operations are fused with
+what reads them, and take none. Times are kept in ``~/.cache/jaxcompact``
+(``JAXCOMPACT_CACHE``), by card, version and program.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax.extend.core import Literal
+
+from jaxcompact.codecs import Codec
+from jaxcompact.graph import Op
+from jaxcompact.memory.cards import Device
+from jaxcompact.memory.peak import cache_folder
+from jaxcompact.planner import roofline
+
+_LONG = 0.02  # seconds that runs in a row take, so that starting them is no matter
+_RUNS = 50  # in a row, at most
+
+
+def present(card: Device) -> jax.Device | None:
+    """The first device of this machine that is such a card."""
+    return next((d for d in jax.local_devices() if d.device_kind == card.name), None)
+
+
+def operation_seconds(op: Op, card: Device) -> float:
+    """Of one operation, as `roofline.operation_seconds` has it."""
+    modelled, here = roofline.operation_seconds(op, card), present(card)
+    if here is None or not modelled:
+        return modelled
+
+    def run(*values):
+        rest = iter(values)
+        return op.bind(
+            *(v.val if isinstance(v, Literal) else next(rest) for v in op.ins)
+        )
+
+    avals = [v.aval for v in op.eqn.invars if not isinstance(v, Literal)]
+    seconds = _seconds(run, avals, here)
+    return modelled if seconds is None else seconds
+
+
+def codec_seconds(
+    codec: Codec, shape: tuple[int, ...], dtype: Any, card: Device
+) -> float:
+    """Of encoding and decoding one tensor once, as `roofline.codec_seconds` has it."""
+    here = present(card)
+    if here is not None:
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        passes = (codec.encode, x), (codec.decode, jax.eval_shape(codec.encode, x))
+        each = [_seconds(fun, [of], here) for fun, of in passes]
+        if None not in each:
+            return sum(each)
+    return roofline.codec_seconds(codec, shape, dtype, card)
+
+
+def _seconds(fun: Callable, args: Sequence[Any], device: jax.Device) -> float | None:
+    """None for what cannot run alone: of several devices, too large, with keys."""
+    leaves = jax.tree.leaves(args)
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves):
+        return None
+    if any(getattr(x.sharding, "num_devices", 1) > 1 for x in leaves):
+        return None
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    program = str(jax.make_jaxpr(fun)(*shapes))
+    parts = device.device_kind, jaxlib.__version__, program
+    name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    file = cache_folder("times") / f"{name}.json"
+    try:
+        return float(file.read_text())
+    except (OSError, ValueError):  # not there, or cut off
+        pass
+    try:
+        with jax.default_device(device):
+            arrays = jax.tree.map(_array, shapes)
+            seconds = _timed(jax.jit(fun).lower(*arrays).compile(), arrays)
+    except jax.errors.JaxRuntimeError:  # no memory is left, most often
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{seconds}\n")
+    except OSError:  # costs the next one a measurement
+        pass
+    return seconds
+
+
+def _array(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def _timed(compiled: Callable, args: Sequence[Any]) -> float:
+    def runs(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            out = compiled(*args)
+        jax.block_until_ready(out)
+        return (time.perf_counter() - start) / count
+
+    runs(1)
+    count = max(2, min(_RUNS, int(_LONG / runs(1))))
+    return min(runs(count) for _ in range(3))
