@@ -87,12 +87,14 @@ def checkpoint(
             raise ValueError(
                 f"params must be argument numbers or types of pytree nodes, got {p!r}"
             )
+    numbers, statics = static_numbers(static_argnums), as_tuple(static_argnames)
+    for name in statics:
+        if not isinstance(name, str):
+            raise ValueError(f"static_argnames must be names, got {name!r}")
     known: dict[Any, tuple[Any, Traced, list[Any]]] = {}
 
     def trace(args: tuple, kwargs: dict) -> tuple[Traced, list[Any]]:
-        call = _Call.of(
-            fun, args, kwargs, as_tuple(static_argnums), as_tuple(static_argnames)
-        )
+        call = _Call.of(fun, args, kwargs, numbers, statics)
         leaves, tree = jax.tree.flatten(call.dynamic)
         # Equal values of other types, as 1 and True, are other arguments.
         types = tuple(type(value) for _, value in call.static)
@@ -153,13 +155,7 @@ class _Call:
     @classmethod
     def of(cls, fun, args, kwargs, static_argnums, static_argnames) -> "_Call":
         count = len(args)
-        for n in static_argnums:
-            if not -count <= n < count:
-                raise ValueError(
-                    f"static_argnums must be below the number of arguments {count}, "
-                    f"got {n}"
-                )
-        numbers = {n % count for n in static_argnums}
+        numbers = places(static_argnums, count)
         static = (
             *((n, args[n]) for n in sorted(numbers)),
             *((k, kwargs[k]) for k in static_argnames if k in kwargs),
@@ -285,5 +281,22 @@ def as_tuple(x: Any) -> tuple:
     """One or several argument numbers, names or types, or None."""
     if x is None:
         return ()
-    one = isinstance(x, str | type) or not isinstance(x, Iterable)
-    return (x,) if one else tuple(x)
+    one = isinstance(x, str | bytes | type) or not isinstance(x, Iterable)
+    return (x,) if one or getattr(x, "shape", None) == () else tuple(x)
+
+
+def static_numbers(static_argnums: Any) -> tuple[int, ...]:
+    for n in as_tuple(static_argnums):
+        if type(n) is not int:
+            raise ValueError(f"static_argnums must be argument numbers, got {n!r}")
+    return as_tuple(static_argnums)
+
+
+def places(static_argnums: tuple[int, ...], count: int) -> set[int]:
+    """Which of so many arguments these numbers are, that may count from the end."""
+    for n in static_argnums:
+        if not -count <= n < count:
+            raise ValueError(
+                f"static_argnums must be below the number of arguments {count}, got {n}"
+            )
+    return {n % count for n in static_argnums}

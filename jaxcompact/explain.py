@@ -118,7 +118,7 @@ def explain(
     """
     if policy is not None:
         fun = checkpoint(fun, policy=policy, params=params)
-    if fun not in TRACERS:
+    if not callable(fun) or fun not in TRACERS:
         raise ValueError(
             f"policy must be given for a function that is not checkpointed: {fun!r}"
         )

@@ -1,5 +1,6 @@
 """Limit how fast an update may grow from one step to the next."""
 
+from numbers import Real
 from typing import NamedTuple
 
 import jax
@@ -31,8 +32,10 @@ def limit_norm_growth(gamma: float = 1.01) -> optax.GradientTransformation:
     >>> updates.tolist()
     [2.0]
     """
-    if not gamma >= 1:
+    number = isinstance(gamma, Real) and not isinstance(gamma, bool)
+    if not number or not gamma >= 1:
         raise ValueError(f"gamma must be at least 1, got {gamma!r}")
+    gamma = float(gamma)
 
     def init(params):
         norms = jax.tree.map(lambda _: jnp.zeros((), jnp.float32), params)
@@ -41,15 +44,18 @@ def limit_norm_growth(gamma: float = 1.01) -> optax.GradientTransformation:
     def update(updates, state, params=None):
         del params
         norms = jax.tree.map(_norm, updates)
-        scales = jax.tree.map(
-            lambda norm, last: jnp.where(
-                (last > 0) & (norm > gamma * last), gamma * last / norm, 1.0
-            ),
-            norms,
-            state.norms,
+        limits = jax.tree.map(
+            lambda last: jnp.where(last > 0, gamma * last, jnp.inf), state.norms
         )
-        updates = jax.tree.map(lambda u, s: u * s.astype(u.dtype), updates, scales)
-        norms = jax.tree.map(jnp.multiply, norms, scales)
+        updates = jax.tree.map(
+            lambda u, norm, limit: (
+                u * jnp.where(norm > limit, limit / norm, 1.0).astype(u.dtype)
+            ),
+            updates,
+            norms,
+            limits,
+        )
+        norms = jax.tree.map(jnp.minimum, norms, limits)
         return updates, LimitNormGrowthState(norms)
 
     return optax.GradientTransformation(init, update)

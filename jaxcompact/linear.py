@@ -92,7 +92,8 @@ def linear(
         dtype: of the computation and of y; by default what x, W and b promote to.
         precision: of the products, as in `jax.lax.dot`.
 
-    Raises ValueError if the last axis of x is not the kernel's first.
+    Raises ValueError if the last axis of x is not the kernel's first, or the bias not
+    as long as its last.
 
     Source: CompAct (arXiv 2410.15352), algorithms 1 and 2.
 
@@ -100,10 +101,18 @@ def linear(
     >>> jc.linear(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
     (2, 4)
     """
-    if len(kernel.shape) != 2 or x.shape[-1] != kernel.shape[0]:
+    x_shape, shape, bias_shape = map(_shape, (x, kernel, bias))
+    if not x_shape:
+        raise ValueError(f"x must be an array of one axis or more, got {x!r}")
+    if shape is None or len(shape) != 2 or x_shape[-1] != shape[0]:
         raise ValueError(
             f"kernel must have shape (n, m) with n the last axis of x, got kernel "
-            f"{kernel.shape} and x {x.shape}"
+            f"{shape or kernel!r} and x {x_shape}"
+        )
+    if bias is not None and bias_shape != shape[1:]:
+        raise ValueError(
+            f"bias must have shape (m,), as kernel {shape} has outputs, got "
+            f"{bias if bias_shape is None else bias_shape!r}"
         )
     if dtype is None:
         operands = (x, kernel) if bias is None else (x, kernel, bias)
@@ -123,6 +132,12 @@ def linear(
     if bias is not None:
         y += jnp.expand_dims(bias.astype(dtype), range(y.ndim - 1))
     return y
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    """None for what is no array."""
+    shape = getattr(x, "shape", None)
+    return shape if isinstance(shape, tuple) else None
 
 
 def _product(x: jax.Array, w_nm: jax.Array, axis: int, precision: Any) -> jax.Array:

@@ -7,7 +7,7 @@ import jax
 from flax import linen as nn
 from flax.core import lift
 
-from jaxcompact.checkpoint import RECOMPUTE, as_tuple
+from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.linear import SketchedKernel, linear
 from jaxcompact.policy import ChoosesActions
@@ -74,8 +74,10 @@ def checkpoint(
     ...     "params"]["bias"].shape
     (64,)
     """
-    # Of the function below: two groups of the scope, then the target's own arguments.
-    static = tuple(n + 1 for n in as_tuple(static_argnums))
+    module = isinstance(target, type) and issubclass(target, nn.Module)
+    if not module and (not callable(target) or isinstance(target, type | nn.Module)):
+        raise ValueError(f"target must be a module class or a function, got {target!r}")
+    numbers = static_numbers(static_argnums)
 
     def lifted(fn: Any) -> Any:
         def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
@@ -83,6 +85,8 @@ def checkpoint(
                 scope = scope_fn(variable_groups, rng_groups)
                 return fn(scope, *args, **kwargs), repack_fn(scope)
 
+            # Two groups of the scope stand in the module's place.
+            static = [n + 1 for n in places(numbers, 1 + len(args))]
             run = functional_checkpoint(
                 pure,
                 policy=policy,

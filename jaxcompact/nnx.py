@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from jaxcompact import subspace as functional
-from jaxcompact.checkpoint import RECOMPUTE, as_tuple
+from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.linear import SketchedKernel, linear
 from jaxcompact.policy import ChoosesActions
@@ -75,6 +75,10 @@ def value_and_grad(
     >>> _ = optimizer.update(model, grads)
     """
 
+    functional.require_subspace(subspace)
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {fun!r}")
+
     def wrapped(model: nnx.Module, *args, step: jax.typing.ArrayLike, **kwargs):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -118,6 +122,10 @@ def checkpoint(
     (64,)
     """
 
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {fun!r}")
+    numbers = static_numbers(static_argnums)
+
     def pure(static, variables, rest):
         graphdef, positions, constants = static
         args, kwargs = nnx.merge(graphdef, variables, rest, copy=True)
@@ -137,8 +145,7 @@ def checkpoint(
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        given = as_tuple(static_argnums)
-        positions = tuple(sorted(n % len(args) for n in given))
+        positions = tuple(sorted(places(numbers, len(args))))
         constants = tuple(args[n] for n in positions)
         args = [a for n, a in enumerate(args) if n not in positions]
         node = args, kwargs

@@ -1,17 +1,20 @@
 """Optax transforms that live in a subspace."""
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcompact.paths import path_name
-from jaxcompact.subspace import Slot, Subspace
+from jaxcompact.subspace import Slot, Subspace, require_subspace
 
 Moment = Literal["keep", "reset", "transfer"]
 
+_MOST = 3.4e38  # of float32
 # Fields of optax states that are linear in the gradient: Adam, Lion and others (mu),
 # momentum (trace), Adafactor's momentum (ema).
 _FIRST_MOMENTS = ("mu", "trace", "ema")
@@ -55,9 +58,9 @@ def in_subspace(
             squares estimate. Second moments are kept: they hardly depend on P. First
             moments are the state's fields ``mu``, ``trace`` and ``ema``.
 
-    Raises ValueError for an unknown ``moment``, for parameters that do not fit the
-    subspace, for an update without ``params``, and for a gradient leaf that is not the
-    sketch that the subspace makes.
+    Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
+    is none, for parameters that do not fit the subspace, for an update without
+    ``params``, and for a gradient leaf that is not the sketch that the subspace makes.
 
     Source: CompAct (arXiv 2410.15352), algorithm 3; Flora (arXiv 2402.03293) and LDAdam
     (arXiv 2410.16103) for the transfer.
@@ -73,7 +76,11 @@ def in_subspace(
     >>> updates["kernel"].shape, int(jc.update_count(state))
     ((16, 3), 1)
     """
-    if moment not in get_args(Moment):
+    require_subspace(subspace)
+    parts = (getattr(inner, name, None) for name in ("init", "update"))
+    if isinstance(inner, type) or not all(map(callable, parts)):
+        raise ValueError(f"inner must be an optax transform, got {inner!r}")
+    if not isinstance(moment, str) or moment not in get_args(Moment):
         raise ValueError(
             f"moment must be one of {', '.join(get_args(Moment))}, got {moment!r}"
         )
@@ -95,6 +102,8 @@ def in_subspace(
             raise ValueError(
                 "params must be given to update: lifting needs their shapes"
             )
+        if not isinstance(state, SubspaceState):
+            raise ValueError(f"state must be what init returned, got {state!r}")
         slots = subspace.slots(params)
         _check_sketches(slots, updates)
         key = jax.random.wrap_key_data(
@@ -124,7 +133,7 @@ def in_subspace(
             slot = slots.get(path_name(path))
             if slot is None:
                 return update.astype(param.dtype)
-            scale = jnp.where(right_key, slot.projection.alpha, jnp.nan)
+            scale = jnp.where(right_key, float(slot.projection.alpha), jnp.nan)
 
             def lift(key, n_rm):
                 w_nm = slot.projection.lift(key, n_rm, slot.width)
@@ -160,6 +169,9 @@ def scale_by_subspace_adam(
     >>> state.inner.nu["kernel"].shape
     (4, 3)
     """
+    for name, value, most in (("b1", b1, 1.0), ("b2", b2, 1.0), ("eps", eps, _MOST)):
+        if not _is_scalar(value, 0.0, most):
+            raise ValueError(f"{name} must be 0 or more, below {most}, got {value!r}")
     return in_subspace(subspace, optax.scale_by_adam(b1, b2, eps), moment=moment)
 
 
@@ -182,6 +194,10 @@ def subspace_adamw(
     >>> int(jc.update_count(tx.init({"kernel": jnp.ones((16, 3))})))
     0
     """
+    given = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    for name, value in given.items():
+        if not callable(value) and not _is_scalar(value, -_MOST, _MOST):
+            raise ValueError(f"{name} must be a number or a schedule, got {value!r}")
     return optax.chain(
         scale_by_subspace_adam(subspace, b1, b2, eps, moment=moment),
         optax.add_decayed_weights(weight_decay, mask),
@@ -201,19 +217,33 @@ def update_count(opt_state: Any) -> jax.Array:
     return state.count
 
 
+def _is_scalar(value: Any, least: float, most: float) -> bool:
+    """A number in this range, or an array, as `optax.inject_hyperparams` gives it."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return value.shape == () and jnp.issubdtype(value.dtype, jnp.number)
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and least <= value < most
+
+
 def _find(tree: Any, kind: type) -> Any:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
     return next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
 
 
 def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
+    names = {path_name(path) for path, _ in jax.tree.leaves_with_path(updates)}
+    if missing := slots.keys() - names:
+        raise ValueError(f"updates: there is no gradient of {min(missing)!r}")
     for path, leaf in jax.tree.leaves_with_path(updates):
         slot = slots.get(path_name(path))
-        if slot is not None and leaf.shape != slot.sketch_shape:
+        shape = getattr(leaf, "shape", None)
+        if not isinstance(shape, tuple):
+            raise ValueError(f"updates: {path_name(path)!r} must be an array: {leaf!r}")
+        if slot is not None and shape != slot.sketch_shape:
             raise ValueError(
                 f"updates: the gradient of {slot.path!r} must be its sketch of shape "
                 f"{slot.sketch_shape}, as jaxcompact.value_and_grad returns it, got "
-                f"{leaf.shape}"
+                f"{shape}"
             )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 import jax
@@ -12,6 +13,7 @@ from jaxcompact.codecs import Quantized
 Kind = Literal["gaussian", "rademacher", "sparse", "countsketch", "orthonormal"]
 
 _SPARSITY = 3  # one entry in three is not zero (Achlioptas 2003)
+_MOST = 3.4e38  # of float32
 _RANK_UNIT = 64  # tensor cores and packed groups want ranks that are multiples
 
 
@@ -48,7 +50,8 @@ class Projection:
             need nothing of each other; the variance is as without.
 
     Raises ValueError for a rank that is not positive, a fraction above 1, an unknown
-    kind, an alpha that is not positive and finite, blocks that are not a positive int.
+    kind, an alpha that is not positive and finite, a codec that is no `Quantized`,
+    blocks that are not a positive int.
 
     Source: CompAct (arXiv 2410.15352), section 3 and Table 6; PRAC (arXiv 2602.23111)
     for the orthonormal kind.
@@ -75,21 +78,26 @@ class Projection:
                 f"rank must be an int, or a fraction of the width of at most 1.0, "
                 f"got {self.rank!r}"
             )
-        if self.kind not in get_args(Kind):
+        if not isinstance(self.kind, str) or self.kind not in get_args(Kind):
             raise ValueError(
                 f"kind must be one of {', '.join(get_args(Kind))}, got {self.kind!r}"
             )
-        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+        real = isinstance(self.alpha, Real) and not isinstance(self.alpha, bool)
+        if not real or not 0 < self.alpha < _MOST:
             raise ValueError(f"alpha must be positive and finite, got {self.alpha!r}")
+        if not isinstance(self.codec, Quantized | None):
+            raise ValueError(f"codec must be a Quantized or None, got {self.codec!r}")
         if type(self.blocks) is not int or self.blocks < 1:
             raise ValueError(f"blocks must be a positive int, got {self.blocks!r}")
 
     def rank_of(self, width: int) -> int:
         """The rank for a layer with ``width`` inputs.
 
-        Raises ValueError if a rank given as a number is above the width, and if blocks
-        do not divide width and rank.
+        Raises ValueError if the width is not a positive int, if a rank given as a
+        number is above it, and if blocks do not divide width and rank.
         """
+        if not isinstance(width, Integral) or isinstance(width, bool) or width < 1:
+            raise ValueError(f"width must be a positive int, got {width!r}")
         if isinstance(self.rank, int):
             if self.rank > width:
                 raise ValueError(
@@ -158,7 +166,7 @@ class Projection:
             x = x.reshape(*x.shape[:-1], self.blocks, n // self.blocks)
             project = jax.vmap(self._part(n).project, (0, -2), -2)
             z = project(self._keys(key), x)
-            return z.reshape(*z.shape[:-2], -1)
+            return z.reshape(*z.shape[:-2], self.rank_of(n))
         if self.kind == "countsketch":
             r = self.rank_of(n)
             order, sign = _signed_order(key, n)
@@ -174,7 +182,7 @@ class Projection:
         """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype."""
         if self.blocks > 1:
             part, outputs = self._part(width), sketch.shape[-1]
-            parts = sketch.reshape(self.blocks, -1, outputs)
+            parts = sketch.reshape(self.blocks, part.rank, outputs)
             n = width // self.blocks
             lifted = jax.vmap(lambda k, s: part.lift(k, s, n))(self._keys(key), parts)
             return lifted.reshape(width, outputs)

@@ -97,11 +97,13 @@ class Subspace:
     period: int = 200
 
     def __post_init__(self):
+        if not isinstance(self.rules, Mapping):
+            raise ValueError(f"rules must map patterns to them, got {self.rules!r}")
         if not self.rules:
             raise ValueError("rules must hold at least one pattern, got none")
         for pattern, projection in self.rules.items():
             try:
-                re.compile(pattern)
+                re.compile(pattern).fullmatch("")  # bytes match no names
             except (re.error, TypeError) as error:
                 raise ValueError(
                     f"rules: {pattern!r} must be a regular expression: {error}"
@@ -125,6 +127,8 @@ class Subspace:
             raise ValueError(f"key must be one key, got an array of {self.key.shape}")
         if type(self.period) is not int or self.period < 1:
             raise ValueError(f"period must be a positive int, got {self.period!r}")
+        if self.period >= 2**31:  # counts are int32
+            raise ValueError(f"period must be below 2^31, got {self.period}")
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
 
     def slots(self, params: Any) -> dict[str, Slot]:
@@ -146,7 +150,19 @@ class Subspace:
         return slots
 
     def generation(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Which P serves at ``step``: ``step // period``."""
+        """Which P serves at ``step``: ``step // period``.
+
+        Raises ValueError for a step that is no integer, or negative.
+        """
+        if type(step) is int:
+            whole = 0 <= step < 2**31
+        else:
+            scalar = getattr(step, "shape", None) == ()
+            whole = scalar and jnp.issubdtype(step.dtype, jnp.integer)
+        if not whole:
+            raise ValueError(
+                f"step must be the number of updates made, an integer, got {step!r}"
+            )
         return jnp.asarray(step, jnp.int32) // self.period
 
 
@@ -174,7 +190,7 @@ def value_and_grad(
     `jaxcompact.nnx` and `jaxcompact.linen`.
 
     Raises ValueError, before ``fun`` is traced, where ``subspace`` and ``params`` do
-    not fit (see `Subspace`).
+    not fit (see `Subspace`), and for a ``step`` that is no count.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> params = {"kernel": jnp.ones((16, 3)), "bias": jnp.zeros(3)}
@@ -186,11 +202,20 @@ def value_and_grad(
     (240.0, (4, 3), [5.0, 5.0, 5.0])
     """
 
+    require_subspace(subspace)
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {fun!r}")
+
     def wrapped(params, *args, step: jax.typing.ArrayLike, **kwargs):
         loss, tree = with_sketches(fun, subspace, params, step)
         return jax.value_and_grad(loss, has_aux=has_aux)(tree, *args, **kwargs)
 
     return wrapped
+
+
+def require_subspace(subspace: Any) -> None:
+    if not isinstance(subspace, Subspace):
+        raise ValueError(f"subspace must be a Subspace, got {subspace!r}")
 
 
 def with_sketches(
@@ -231,11 +256,12 @@ def with_sketches(
 
 
 def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
+    told = f"rules: {pattern!r} must match kernels only, floating point of two axes "
+    told += f"or more, but matches {name!r}"
+    if not isinstance(getattr(leaf, "shape", None), tuple):
+        raise ValueError(f"{told}, which is {leaf!r}")
     if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim < 2:
-        raise ValueError(
-            f"rules: {pattern!r} must match kernels only, floating point of two axes "
-            f"or more, but matches {name!r}, {leaf.dtype.name}{list(leaf.shape)}"
-        )
+        raise ValueError(f"{told}, {leaf.dtype.name}{list(leaf.shape)}")
     *stack, width, outputs = leaf.shape
     try:
         rank = projection.rank_of(width)

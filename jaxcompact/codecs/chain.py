@@ -59,7 +59,7 @@ class Chain(Codec):
         return self.codecs[0].supports(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Chained:
-        self._require(x.dtype)
+        self._require(x)
         leaves, steps = [x], []
         for codec in self.codecs:
             chosen = tuple(codec.supports(leaf.dtype) for leaf in leaves)

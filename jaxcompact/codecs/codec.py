@@ -49,9 +49,11 @@ class Codec:
         """Bytes that it takes in the host's memory."""
         return 0
 
-    def _require(self, dtype: Any) -> None:
-        if not self.supports(dtype):
-            raise ValueError(f"{self!r} can't encode dtype {jnp.dtype(dtype).name}")
+    def _require(self, x: Any) -> None:
+        if not isinstance(getattr(x, "shape", None), tuple):
+            raise ValueError(f"x must be an array, got {x!r}")
+        if not self.supports(x.dtype):
+            raise ValueError(f"{self!r} can't encode dtype {x.dtype.name}")
 
 
 def leaf_nbytes(leaf: Any) -> int:

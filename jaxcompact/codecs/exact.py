@@ -49,7 +49,7 @@ class BitMask(Codec):
         return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
-        self._require(x.dtype)
+        self._require(x)
         data = _packed(x.astype(bool).astype(jnp.uint8), 1)
         return Exact(data, x.shape, x.dtype)
 
@@ -79,14 +79,14 @@ class Narrow(Codec):
     limit: int
 
     def __post_init__(self):
-        if not 1 <= self.limit <= 2**32:
+        if type(self.limit) is not int or not 1 <= self.limit <= 2**32:
             raise ValueError(f"limit must be from 1 to 2^32, got {self.limit!r}")
 
     def supports(self, dtype: Any) -> bool:
         return jnp.issubdtype(dtype, jnp.integer)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
-        self._require(x.dtype)
+        self._require(x)
         bits, largest = self._bits(x.dtype)
         limits = x.dtype.type(0), x.dtype.type(largest)
         data = jnp.clip(x, *limits).astype(f"uint{max(bits, 8)}")

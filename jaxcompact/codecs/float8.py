@@ -67,14 +67,14 @@ class Float8(Codec):
     group_size: int = 64
 
     def __post_init__(self):
-        if self.group_size < 1:
+        if type(self.group_size) is not int or self.group_size < 1:
             raise ValueError(f"group_size must be positive, got {self.group_size!r}")
 
     def supports(self, dtype: Any) -> bool:
         return is_float(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Float8Encoded:
-        self._require(x.dtype)
+        self._require(x)
         rows = x.reshape(merged(x.shape, self.group_size))
         group = min(self.group_size, max(1, rows.shape[-1]))
         rows = filled_up(rows, group=group, axis=-1, edge=False)

@@ -44,14 +44,15 @@ class Hadamard(Codec):
     block: int = 64
 
     def __post_init__(self):
-        if self.block < 1 or self.block & (self.block - 1):
+        whole = type(self.block) is int and self.block > 0
+        if not whole or self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two, got {self.block!r}")
 
     def supports(self, dtype: Any) -> bool:
         return is_float(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> jax.Array:
-        self._require(x.dtype)
+        self._require(x)
         return self._rotated(x)
 
     def decode(self, encoded: jax.Array) -> jax.Array:

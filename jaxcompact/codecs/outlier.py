@@ -80,12 +80,12 @@ class OutlierQuantized(Codec):
 
     def __post_init__(self):
         most = 1.0 if isinstance(self.slots, float) else math.inf
-        if isinstance(self.slots, bool) or not 0 < self.slots <= most:
+        if not _is_number(self.slots) or not 0 < self.slots <= most:
             raise ValueError(
                 f"slots must be a positive int, or a fraction of the channels of at "
                 f"most 1.0, got {self.slots!r}"
             )
-        if not self.threshold > 0:
+        if not _is_number(self.threshold) or not self.threshold > 0:
             raise ValueError(f"threshold must be positive, got {self.threshold!r}")
         self._quantizer()  # raises for what it does not take
 
@@ -96,9 +96,9 @@ class OutlierQuantized(Codec):
         return is_float(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> OutlierEncoded:
-        self._require(x.dtype)
+        self._require(x)
         channels = x.shape[-1] if x.ndim > 1 else 0
-        index = _outliers(x, self._count(channels), self.threshold)
+        index = _outliers(x, self._count(channels), float(self.threshold))
         # One more entry than channels: what unused slots point to.
         outlier = jnp.zeros(channels + 1, bool).at[index].set(True)[:channels]
         rest = x
@@ -132,6 +132,10 @@ class OutlierQuantized(Codec):
         return min(
             channels, slots if isinstance(slots, int) else math.ceil(slots * channels)
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _outliers(x: jax.Array, slots: int, threshold: float) -> jax.Array:

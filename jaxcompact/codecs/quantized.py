@@ -113,17 +113,22 @@ class Quantized(Codec):
     scale_bits: int = 16
 
     def __post_init__(self):
-        if self.bits not in (1, 2, 3, 4, 8):
+        if type(self.bits) is not int or self.bits not in (1, 2, 3, 4, 8):
             raise ValueError(f"bits must be 1, 2, 3, 4 or 8, got {self.bits!r}")
         whole = unit(self.bits)
-        if self.group_size < 1 or self.group_size % whole:
+        size = self.group_size
+        if type(size) is not int or size < 1 or size % whole:
             raise ValueError(
                 f"group_size must be a positive multiple of {whole} for {self.bits} "
-                f"bits, got {self.group_size!r}"
+                f"bits, got {size!r}"
             )
-        if self.axis >= 0:
+        for name in ("symmetric", "stochastic"):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                raise ValueError(f"{name} must be True or False, got {value!r}")
+        if type(self.axis) is not int or self.axis >= 0:
             raise ValueError(f"axis must be negative, got {self.axis!r}")
-        if self.scale_bits not in (8, 16):
+        if type(self.scale_bits) is not int or self.scale_bits not in (8, 16):
             raise ValueError(f"scale_bits must be 8 or 16, got {self.scale_bits!r}")
         if self.scale_bits == 8 and not self.symmetric:
             raise ValueError("scale_bits must be 16 if symmetric is False, got 8")
@@ -144,7 +149,7 @@ class Quantized(Codec):
 
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:
         """``x`` in codes and scales."""
-        self._require(x.dtype)
+        self._require(x)
         shape, _, group = self._layout(x.shape)
         codes, scales, lows = api.quantize(
             x.reshape(shape),

@@ -98,6 +98,6 @@ def devices() -> Mapping[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    if name not in devices():
+    if not isinstance(name, str) or name not in devices():
         raise ValueError(f"device must be one of {', '.join(devices())}, got {name!r}")
     return devices()[name]

@@ -122,6 +122,12 @@ def peak(
     True
     """
     card = find_device(device)
+    if devices is not None and type(devices) is not int:
+        raise ValueError(f"devices must be an int, got {devices!r}")
+    several = isinstance(donate, Sequence) and not isinstance(donate, str | bytes)
+    numbers = donate if several else [0 if donate is None else donate]
+    if not all(type(n) is int for n in numbers):
+        raise ValueError(f"donate must be argument numbers, got {donate!r}")
     lowered = compiler.lower(step, args, card, devices, donate)
     kinds = dict(_arguments(step, args))
     count = _count(args)

@@ -69,9 +69,14 @@ def largest_batch(
     ...                      progress=lambda line: None).batch
     512
     """
-    limit = find_device(device).memory if budget is None else parse_bytes(budget)
+    card = find_device(device)
+    limit = card.memory if budget is None else parse_bytes(budget)
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ValueError(f"multiple must be a positive int, got {multiple!r}")
+    if not callable(make_step):
+        raise ValueError(f"make_step must be a function, got {make_step!r}")
+    if progress is not None and not callable(progress):
+        raise ValueError(f"progress must be a function, got {progress!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
     peaks: dict[int, Peak] = {}
 
@@ -83,12 +88,13 @@ def largest_batch(
         say(f"batch {count * multiple}: {size}, {verdict}")
         return found.peak_bytes
 
-    if compiled(1) > limit:
+    if (one := compiled(1)) > limit:
         raise ValueError(
             f"budget is {gib(limit)}, a batch of {multiple} takes "
             f"{gib(peaks[1].peak_bytes)}"
         )
-    compiled(8)
+    # Far beyond the budget XLA tries for minutes to make a program smaller.
+    compiled(min(max(2, limit // max(one, 1)), 8))
     width, halve = None, False
     while True:
         fits = max(c for c, found in peaks.items() if found.peak_bytes <= limit)

@@ -7,6 +7,7 @@ what reads them, and take none. Times are kept in ``~/.cache/jaxcompact``
 """
 
 import hashlib
+import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jax.extend.core import Literal
 
 from jaxcompact.codecs import Codec
@@ -72,7 +72,7 @@ def _seconds(fun: Callable, args: Sequence[Any], device: jax.Device) -> float | 
         return None
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     program = str(jax.make_jaxpr(fun)(*shapes))
-    parts = device.device_kind, jaxlib.__version__, program
+    parts = device.device_kind, importlib.metadata.version("jaxlib"), program
     name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     file = cache_folder("times") / f"{name}.json"
     try:

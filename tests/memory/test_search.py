@@ -61,6 +61,13 @@ def test_exact_while_small(budget):
     assert abs(found.batch - largest) <= 0.01 * largest
 
 
+@pytest.mark.parametrize("slope", [1, 30, 60, 99])
+def test_nothing_is_compiled_far_beyond_the_budget(slope):
+    """There XLA takes minutes. On a straight line, by a batch or one in a hundred."""
+    _, found = search_in(lambda batch: 100 + slope * (batch - 1), 200)
+    assert max(found.tried.values()) <= 200 + max(slope, 0.01 * slope * found.batch)
+
+
 def test_a_step_that_is_no_line():
     """Quadratic, as scores of attention in the sequence."""
     compiles, found = search_in(lambda batch: batch**2, 10**8)
