@@ -63,7 +63,15 @@ def test_links_lead_somewhere(link):
 
 @pytest.mark.parametrize(
     "script",
-    ["pretraining", "checkpointing", "memory", "models", "plans", "finetuning"],
+    [
+        "pretraining",
+        "checkpointing",
+        "memory",
+        "models",
+        "plans",
+        "finetuning",
+        "architectures",
+    ],
 )
 def test_results_hold_the_tables_that_the_benchmarks_print(script):
     command = [sys.executable, f"benchmarks/{script}.py", "table"]
