@@ -1,0 +1,181 @@
+"""Breaks lines that much depends on, one at a time, and runs the test that must see it.
+
+    python tools/mutations.py
+
+In a copy of the checkout, with the Python that runs this (a `make test` has installed
+what it needs). Prints a line for each mutation; exits with 1 if one survived, or if
+the tests fail before anything is broken.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "docs")
+
+
+class Mutation(NamedTuple):
+    what: str
+    path: str
+    old: str  # stands there once
+    new: str
+    test: str
+
+
+MUTATIONS = [
+    Mutation(
+        "the sign of a gradient: dx of a compressed layer",
+        "jaxcompact/linear.py",
+        "dx = _product(dy,",
+        "dx = -_product(dy,",
+        "tests/contract/test_properties.py::test_a_linear_layer",
+    ),
+    Mutation(
+        "a layer's number is not folded into its key",
+        "jaxcompact/subspace.py",
+        "lambda i: jax.random.fold_in(key, i)",
+        "lambda i: key",
+        "tests/test_subspace.py::"
+        "test_keys_depend_on_key_family_layer_and_generation_alone",
+    ),
+    Mutation(
+        "the period is off by one",
+        "jaxcompact/subspace.py",
+        "jnp.asarray(step, jnp.int32) // self.period",
+        "(jnp.asarray(step, jnp.int32) + 1) // self.period",
+        "tests/test_subspace.py::test_microbatches_of_one_update_add_up",
+    ),
+    Mutation(
+        "the scale of P",
+        "jaxcompact/projection.py",
+        "jax.random.normal(key, (n, r)) / math.sqrt(r)",
+        "jax.random.normal(key, (n, r)) / math.sqrt(n)",
+        "tests/test_projection.py::test_unbiased_with_the_promised_variance"
+        "[24-8-1-gaussian]",
+    ),
+    Mutation(
+        "first moments are reset where P stays, not where it is new",
+        "jaxcompact/optimizers.py",
+        "generation != state.generation,",
+        "generation == state.generation,",
+        "tests/test_optimizers.py::test_adam_equals_the_formula_in_numpy[reset]",
+    ),
+    Mutation(
+        "the limiter remembers the norm that was asked for",
+        "jaxcompact/limiter.py",
+        "jax.tree.map(jnp.minimum, norms, limits)",
+        "norms",
+        "tests/test_limiter.py::test_equals_firas_rule",
+    ),
+    Mutation(
+        "the group axis: channel-wise groups run along the last",
+        "jaxcompact/codecs/quantized.py",
+        "shape[self.axis], unit(self.bits)",
+        "shape[-1], unit(self.bits)",
+        "tests/codecs/test_quantized.py::test_channel_wise_groups_see_one_channel",
+    ),
+    Mutation(
+        "rounding to the nearest code becomes rounding down",
+        "kernels/quantize/levels.py",
+        "rounded = position + np.float32(_INTEGERS)",
+        "rounded = jnp.floor(position) + np.float32(_INTEGERS)",
+        "tests/codecs/test_quantized.py::"
+        "test_error_of_nearest_rounding_of_normal_values",
+    ),
+    Mutation(
+        "the order of a mask's bits",
+        "kernels/bits/reference.py",
+        "(part << (bits * lane)",
+        "(part << (8 - bits - bits * lane)",
+        "tests/codecs/test_exact.py::test_masks_of_any_length",
+    ),
+    Mutation(
+        "a limit of 2^b integers is thought to need b bits and hold one more",
+        "jaxcompact/codecs/exact.py",
+        "if largest < 2**b)",
+        "if largest <= 2**b)",
+        "tests/codecs/test_exact.py::test_few_integers_share_bytes",
+    ),
+    Mutation(
+        "what an absolute value decided, the other way round",
+        "jaxcompact/choices.py",
+        "jnp.where(choice == 1, x, -x)",
+        "jnp.where(choice == 1, -x, x)",
+        "tests/test_decisions.py::"
+        "test_the_gradient_follows_the_forwards_decisions[abs]",
+    ),
+    Mutation(
+        "arguments that are parameters are not those that are said to be",
+        "jaxcompact/checkpoint.py",
+        "mask += [said]",
+        "mask += [not said]",
+        "tests/test_explain.py::test_every_tensor_has_its_action_and_a_reason",
+    ),
+    Mutation(
+        "a plan above its budget is taken",
+        "jaxcompact/planner/search.py",
+        "if last.peak_bytes <= limit and",
+        "if last.peak_bytes >= limit and",
+        "tests/contract/test_properties.py::"
+        "test_plans_keep_their_budget_and_their_error",
+    ),
+    Mutation(
+        "a plan's error has no bound",
+        "jaxcompact/planner/milp.py",
+        "program.row(error, -np.inf, noise - problem.noise)",
+        "program.row(error, -np.inf, np.inf)",
+        "tests/planner/test_milp.py::test_noise_has_a_limit_of_its_own",
+    ),
+    Mutation(
+        "donated bytes count twice",
+        "jaxcompact/memory/peak.py",
+        "stats.output_size_in_bytes - stats.alias_size_in_bytes",
+        "stats.output_size_in_bytes",
+        "tests/memory/test_peak.py::test_a_donated_argument_is_overwritten",
+    ),
+]
+
+
+def passes(copy: Path, *tests: str) -> bool:
+    # Nothing is compiled before, by the mutated or by the plain.
+    fresh = {"JAXCOMPACT_CACHE": str(copy / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    fresh |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *tests], cwd=copy, env=os.environ | fresh, capture_output=True
+    )
+    shutil.rmtree(copy / "cache", ignore_errors=True)
+    if done.returncode not in (0, 1):  # no test of that name, for example
+        sys.exit(done.stdout.decode() + done.stderr.decode())
+    return done.returncode == 0
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+        if not passes(copy, *{m.test for m in MUTATIONS}):
+            print("the tests fail before anything is broken")
+            return 1
+        survived = 0
+        for mutation in MUTATIONS:
+            path = copy / mutation.path
+            text = path.read_text()
+            if (found := text.count(mutation.old)) != 1:
+                sys.exit(f"{mutation.path}: {mutation.old!r} is there {found} times")
+            path.write_text(text.replace(mutation.old, mutation.new))
+            lives = passes(copy, mutation.test)
+            path.write_text(text)
+            survived += lives
+            print("SURVIVED" if lives else "caught  ", mutation.what, flush=True)
+            print(f"          {mutation.path}, by {mutation.test}", flush=True)
+    return int(survived > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
