@@ -121,8 +121,7 @@ MUTATIONS = [
         "jaxcompact/planner/search.py",
         "if last.peak_bytes <= limit and",
         "if last.peak_bytes >= limit and",
-        "tests/contract/test_properties.py::"
-        "test_plans_keep_their_budget_and_their_error",
+        "tests/planner/test_plan.py::test_budgets_are_kept_and_used",
     ),
     Mutation(
         "a plan's error has no bound",
