@@ -4,11 +4,13 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcompact.linear import SketchedKernel, shared_sketches
 from jaxcompact.paths import path_name
@@ -44,14 +46,11 @@ class Slot:
 
     def keys(self, key: jax.Array, generation: jax.Array) -> jax.Array:
         """One PRNG key a layer, of shape ``stack``; they depend on nothing else."""
-        key = jax.random.fold_in(key, zlib.crc32(self.family.encode()))
-        key = jax.random.fold_in(key, generation)
-        if not self.stack:
-            return key
-        layers = jnp.arange(_prod(self.stack), dtype=jnp.uint32)
-        return jax.vmap(lambda i: jax.random.fold_in(key, i))(layers).reshape(
-            self.stack
-        )
+        key = jax.random.fold_in(key, generation)  # one for all, if one is drawn
+        names = [f"{self.family}/{i}" for i in range(_prod(self.stack))]
+        numbers = np.array([zlib.crc32(n.encode()) for n in names], np.uint32)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
+        return keys.reshape(self.stack)
 
     def map_layers(self, fun: Callable, key: jax.Array, generation, *arrays):
         """``fun(key, *arrays)`` layer by layer, so that one P is alive at a time.

@@ -13,8 +13,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.config.jax_platforms == "cpu" or not os.environ.get("JAXCOMPACT_TEST_GPU"):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
+    # Programs are small here and run few times: XLA's work on their speed is most of
+    # a test's time. Processes that tests begin take it from the environment.
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory):
+    """What one test has compiled is there for the others, in whichever process."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @pytest.fixture(scope="session")

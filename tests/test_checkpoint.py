@@ -569,7 +569,7 @@ def test_steps_are_traced_and_compiled_once():
 @pytest.mark.slow
 @pytest.mark.parametrize(("shared", "limit"), [(True, 2.0), (False, 2.5)])
 def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
-    """24 layers, unrolled; one function for all of them, or one for each.
+    """12 layers, unrolled; one function for all of them, or one for each.
 
     1.8 and 2.1 times were measured. Without any checkpoint the first takes 4.
     """
@@ -578,17 +578,17 @@ def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
         return mlp(w[3:], x + attention(w, x))
 
     def model(checkpoint):
-        layers = [block if shared else partial(block) for _ in range(24)]
-        layers = [checkpoint(layer) for layer in layers[: 1 if shared else 24]]
+        layers = [block if shared else partial(block) for _ in range(12)]
+        layers = [checkpoint(layer) for layer in layers[: 1 if shared else 12]]
 
         def run(ws, x):
-            for i in range(24):
+            for i in range(12):
                 x = layers[i % len(layers)](ws[i], x)
             return x
 
         return run
 
-    ws = [normal(i, 5, 32, 32) for i in range(24)]
+    ws = [normal(i, 5, 32, 32) for i in range(12)]
 
     def seconds(checkpoint):
         jax.clear_caches()

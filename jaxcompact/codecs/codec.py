@@ -1,6 +1,7 @@
 """What every codec is."""
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -42,8 +43,7 @@ class Codec:
 
     def nbytes(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> int:
         """Bytes on the device that an encoded tensor takes, exactly."""
-        encoded = jax.eval_shape(self.encode, jax.ShapeDtypeStruct(shape, dtype))
-        return sum(map(leaf_nbytes, jax.tree.leaves(encoded)))
+        return _nbytes(self, jax.ShapeDtypeStruct(shape, dtype))
 
     def host_nbytes(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> int:
         """Bytes that it takes in the host's memory."""
@@ -54,6 +54,11 @@ class Codec:
             raise ValueError(f"x must be an array, got {x!r}")
         if not self.supports(x.dtype):
             raise ValueError(f"{self!r} can't encode dtype {x.dtype.name}")
+
+
+@lru_cache(4096)  # a planner asks for each codec of each tensor, many times
+def _nbytes(codec: Codec, x: jax.ShapeDtypeStruct) -> int:
+    return sum(map(leaf_nbytes, jax.tree.leaves(jax.eval_shape(codec.encode, x))))
 
 
 def leaf_nbytes(leaf: Any) -> int:

@@ -73,7 +73,7 @@ def lower(
 def compile_lowered(lowered: Any, device: Device) -> Program:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with _quiet():
+            with _quiet(), _not_kept():
                 options = {"xla_dump_to": folder, **_OPTIONS.get(device.platform, {})}
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -183,6 +183,18 @@ def _found(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+@contextmanager
+def _not_kept() -> Iterator[None]:
+    """Jax's own cache could not read it again, and would warn each time."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    least = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    try:
+        yield
+    finally:
+        jax.config.update(name, least)
 
 
 @contextmanager

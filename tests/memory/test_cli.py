@@ -1,6 +1,7 @@
 """python -m jaxcompact memory, as a user runs it."""
 
 import json
+import shutil
 from functools import partial
 
 import pytest
@@ -29,6 +30,17 @@ def test_a_table_and_json(run):
     row = json.loads(run("my_module:make_step", "--batch", "512", "--json").stdout)
     assert row["peak_bytes"] == sum(row["breakdown"].values()) == 2**22
     assert row["device"] == "h200"
+
+
+def test_jaxs_own_cache_is_left_alone(run, tmp_path, monkeypatch):
+    """It would keep what is compiled for a card, and without the card not read it."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    for _ in range(2):
+        done = run("my_module:make_step")
+        assert done.returncode == 0 and done.stderr == ""
+        shutil.rmtree(tmp_path / "cache")
+    assert not list(tmp_path.glob("jax/*"))
 
 
 def test_the_largest_batch(run):

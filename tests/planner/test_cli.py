@@ -26,6 +26,7 @@ def run(jaxcompact_command):
     return partial(jaxcompact_command, MODULE, "plan")
 
 
+@pytest.mark.slow
 def test_a_table_and_a_file(run, tmp_path):
     arguments = ["my_module:make_block", "--layers", "4", "--budget", "60MiB"]
     done = run(*arguments, "--device", "a100", "--save", "plan.json")

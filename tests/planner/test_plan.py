@@ -69,6 +69,7 @@ def relative(a, b):
     return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
+@pytest.mark.slow
 def test_budgets_are_kept_and_used(plan):
     """More memory is never slower, and what is over is too little for a better plan."""
     plans = [plan(f"{mib}MiB") for mib in (190, 220, 300, 350, 400, 1000)]
@@ -102,6 +103,7 @@ def test_it_is_a_policy(plan):
     assert found == plan("250MiB") and hash(found) == hash(plan("250MiB"))
 
 
+@pytest.mark.slow
 def test_without_error_it_is_exact(plan):
     found = plan("250MiB", max_error=0.0)
     assert found.error == 0 and found.seconds > plan("250MiB").seconds

@@ -271,11 +271,12 @@ def test_no_other_bits_are_better(seed):
     bits = rng.uniform(2.6, 8)
     rules = dict(found.policy(bits).rules)
     assert found.bits(rules) <= bits
-    best = min(
-        found.error(choice) ** 2
-        for codecs in itertools.product(CODECS, repeat=count)
-        if found.bits(choice := dict(zip(found.effects, codecs, strict=True))) <= bits
+    entries = sum(effect.entries for effect in found.effects.values())
+    each = (
+        [(e.nbytes(c), e.errors[c]) for c in CODECS] for e in found.effects.values()
     )
+    choices = (zip(*choice, strict=True) for choice in itertools.product(*each))
+    best = min(sum(e) for size, e in choices if 8 * sum(size) / entries <= bits)
     assert found.error(rules) ** 2 <= 1.05 * best
     # Nothing that is left would give any tensor its next codec.
     sizes = sorted(c.nbytes((256,), jnp.float32) for c in CODECS)

@@ -86,6 +86,7 @@ def test_names_under_flash_are_those_under_cudnn():
     assert names(flash) == names("cudnn")
 
 
+@pytest.mark.slow
 def test_looking_again(optax_promotion):
     made = planner()
     params = made.make_training().init().params
@@ -115,6 +116,7 @@ def test_looking_again(optax_promotion):
     assert plan is worse and said.endswith("for want of another: no")
 
 
+@pytest.mark.slow
 def test_the_first_weights_are_not_kept(optax_promotion):
     made = planner()
     params = made.make_training().init().params

@@ -3,12 +3,10 @@ import dataclasses
 import io
 import json
 import math
-import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +34,6 @@ from weights import load_llama
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
-TRAIN = Path(pretrain.__file__).parent
 SMALL = ["--batch-size", "4", "--seq-len", "16", "--eval-batches", "2"]
 TINY = configs.MODELS["tiny"]
 MICRO = ModelConfig(width=32, ff=48, layers=2, heads=4, max_seq=64)
@@ -176,25 +173,6 @@ def test_linear_inputs_are_counted_once_for_those_that_share_them(method, expect
 # --- resuming --------------------------------------------------------------------
 
 
-def run(arguments: list[str], out: Path, **keywords) -> subprocess.Popen:
-    compiled = out.parent / "compiled"  # by the first run, for all
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(TRAIN.parent),
-    }
-    return subprocess.Popen(
-        [sys.executable, str(TRAIN / "pretrain.py"), *arguments, "--out", str(out)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **keywords,
-    )
-
-
 def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     """Until there is a checkpoint of the step or a later one, and rows after it."""
     deadline = time.monotonic() + 120
@@ -209,48 +187,54 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     pytest.fail(f"no step after checkpoint {step}: {process.communicate()[0]}")
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_run_repeat_the_losses_of_an_undisturbed_one(
-    book, tmp_path
+    book, tmp_path, pretrain_process
 ):
     """Bit by bit, across changes of P: one each third step, a checkpoint each 4th."""
     arguments = [
         *("--data", str(book), *SMALL, "--method", "compact", "--period", "3"),
-        *("--steps", "240", "--checkpoint-every", "4", "--eval-every", "100"),
+        *("--steps", "120", "--checkpoint-every", "4", "--eval-every", "50"),
     ]
-    undisturbed = run(arguments, tmp_path / "undisturbed")
+
+    def run(out, *more):
+        return pretrain_process(*arguments, *more, "--out", out, devices=2)
+
+    undisturbed = run(tmp_path / "undisturbed")
     printed = undisturbed.communicate()[0]
     assert undisturbed.returncode == 0, printed
 
     out = tmp_path / "disturbed"
     folder = out / "compact"
-    killed = run(arguments, out)
-    wait_for_step(killed, folder, 20)
+    killed = run(out)
+    wait_for_step(killed, folder, 8)
     killed.kill()
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
 
-    stopped = run([*arguments, "--resume"], out)
-    wait_for_step(stopped, folder, 80)
+    stopped = run(out, "--resume")
+    wait_for_step(stopped, folder, 40)
     stopped.terminate()
     printed = stopped.communicate()[0]
     assert stopped.returncode == 128 + signal.SIGTERM, printed
     last = max(losses_of(folder))
     assert f"SIGTERM: saving step {last}" in printed
     assert (folder / "checkpoints" / str(last)).is_dir()
-    assert 80 < last < 240
+    assert 40 < last < 120
 
-    finished = run([*arguments, "--resume"], out)
+    finished = run(out, "--resume")
     printed = finished.communicate()[0]
     assert finished.returncode == 0, printed
     expected = losses_of(tmp_path / "undisturbed" / "compact")
-    assert len(expected) == 240
+    assert len(expected) == 120
     assert losses_of(folder) == expected
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == sorted(expected)
 
 
-def test_ctrl_c_saves_and_exits(book, tmp_path):
+def test_ctrl_c_saves_and_exits(book, tmp_path, pretrain_process):
     arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "5000"]
-    process = run([*arguments, "--checkpoint-every", "5"], tmp_path / "out")
+    arguments += ["--checkpoint-every", "5", "--out", str(tmp_path / "out")]
+    process = pretrain_process(*arguments)
     wait_for_step(process, tmp_path / "out" / "exact", 5)
     process.send_signal(signal.SIGINT)
     printed = process.communicate()[0]
@@ -379,6 +363,7 @@ def test_what_is_not_finite_stops_the_run_and_is_not_saved(
     assert sorted(p.name for p in tmp_path.glob("exact/checkpoints/*")) == kept
 
 
+@pytest.mark.slow
 def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
     book, tmp_path, capsys, monkeypatch
 ):
@@ -503,6 +488,7 @@ def test_a_run_under_a_budget(book, tmp_path, capsys, monkeypatch):
     assert before[4] != after[4] and abs(before[4] / after[4] - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch):
     """As the error of its plan grows; the resumed run repeats the whole one."""
     measured, planned, four = [], [], Quantized(4)
