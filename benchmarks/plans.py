@@ -2,6 +2,7 @@
 
     python benchmarks/plans.py all [MODEL ...]
     python benchmarks/plans.py table [--plot plans.png]
+    python benchmarks/plans.py solver             # how long the integer programs take
     python benchmarks/plans.py actions MODEL      # on an H200: modelled and measured
 
 Peaks are those of whole training steps, compiled for an H200; times are modelled, by
@@ -40,6 +41,7 @@ from jaxcompact.memory import devices, peak  # noqa: E402
 from jaxcompact.memory.cards import Device  # noqa: E402
 from jaxcompact.planner import measured, roofline  # noqa: E402
 from jaxcompact.planner.front import JAX_POLICIES, mark  # noqa: E402
+from jaxcompact.planner.milp import Solution, solve  # noqa: E402
 from jaxcompact.planner.problem import CODECS, problem_of  # noqa: E402
 from jaxcompact.policy import written  # noqa: E402
 from methods import Method  # noqa: E402
@@ -78,6 +80,7 @@ MODELS: dict[str, tuple[Callable, int]] = {
 }
 POLICIES = {"none": None} | JAX_POLICIES | {"nothing_saveable": "nothing"}
 BETWEEN = (0, 0.15, 0.4, 0.7)  # of the way to the peak of saved products
+MAX_ERROR = 0.2  # the default of plans
 BELOW = 0.995  # of the peak of each other policy
 
 
@@ -94,7 +97,7 @@ def actions(make_step: Callable, card: Device) -> list[tuple[str, float, float]]
     """
     if measured.present(card) is None:
         raise ValueError(f"actions are measured on a {card.name}, which is not here")
-    _, asked = problem_of(make_step, card, 0.2, None, CODECS)
+    _, asked = problem_of(make_step, card, MAX_ERROR, None, CODECS)
     found = {}
     for op, seconds in asked.runs.items():
         if modelled := roofline.operation_seconds(op, card):
@@ -107,6 +110,24 @@ def actions(make_step: Callable, card: Device) -> list[tuple[str, float, float]]
                 name = f"{item.tensor.name} {written(option.action)}"
                 found[name] = modelled, option.seconds
     return [(name, *seconds) for name, seconds in found.items()]
+
+
+def solver_seconds(make_step: Callable) -> list[float]:
+    """Of the CPU, for a block: the smallest plan, the fastest in shares of memory."""
+    _, asked = problem_of(make_step, CARD, MAX_ERROR, None, CODECS)
+    solve(asked, smallest=True)  # imports the solver
+    found = []
+
+    def timed(**rules) -> Solution:
+        began = time.process_time()
+        solution = solve(asked, noise=MAX_ERROR**2, **rules)
+        found.append(time.process_time() - began)
+        return solution
+
+    ends = timed(smallest=True).nbytes, timed().nbytes
+    for share in BETWEEN[1:]:
+        timed(nbytes=ends[0] + share * (ends[1] - ends[0]))
+    return found
 
 
 def make(model: str) -> None:
@@ -213,6 +234,11 @@ def main() -> None:
         for name, modelled, seconds in actions(make_step, CARD):
             times = f"{1e6 * modelled:.1f} | {1e6 * seconds:.1f}"
             print(f"| {name} | {times} | {seconds / modelled:.2f} |")
+    elif command == "solver":
+        print("| block of | fastest s | slowest s |\n|---|---|---|")
+        for model, (make_step, _) in MODELS.items():
+            found = solver_seconds(make_step)
+            print(f"| {model} | {min(found):.2f} | {max(found):.2f} |", flush=True)
     else:
         print(table())
         if rest[:1] == ["--plot"]:
