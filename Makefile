@@ -19,7 +19,7 @@ export JAX_SKIP_CUDA_CONSTRAINTS_CHECK ?= 1
 endif
 
 PYTHON := $(VENV)/bin/python
-PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
+PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --durations=10 --durations-min=10
 
 .PHONY: pretrain test test-fast test-gpu lint format
 

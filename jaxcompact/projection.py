@@ -202,11 +202,13 @@ class Projection:
 def _signed_order(key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """A random order in which inputs are dealt to the columns, and their signs.
 
-    One draw is both: inputs are sorted by 31 bits of it, the last bit is the sign. Two
-    inputs in 2^31 are tied, and only those have an order that knows of signs.
+    Sorted once, unlike `jax.random.permutation`: of equal draws, of which there are
+    ``width^2 / 2^33``, the first input comes first. Signs are a draw of their own: a
+    device makes those of its inputs, and needs nothing of the others'.
     """
-    bits = jax.random.bits(key, (width,))
-    return jnp.argsort(bits), 1 - 2 * (bits & 1).astype(jnp.float32)
+    order_key, sign_key = jax.random.split(key)
+    order = jnp.argsort(jax.random.bits(order_key, (width,)))
+    return order, jax.random.rademacher(sign_key, (width,), jnp.float32)
 
 
 def _signed_columns(

@@ -73,7 +73,7 @@ def lower(
 def compile_lowered(lowered: Any, device: Device) -> Program:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with _quiet(), _not_kept():
+            with _quiet(), not_kept():
                 options = {"xla_dump_to": folder, **_OPTIONS.get(device.platform, {})}
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -186,7 +186,7 @@ def _found(module: str) -> bool:
 
 
 @contextmanager
-def _not_kept() -> Iterator[None]:
+def not_kept() -> Iterator[None]:
     """Jax's own cache could not read it again, and would warn each time."""
     name = "jax_persistent_cache_min_compile_time_secs"
     least = getattr(jax.config, name)

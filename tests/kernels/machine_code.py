@@ -11,12 +11,13 @@ from pathlib import Path
 import jax
 
 from jaxcompact.memory.cards import find_device
-from jaxcompact.memory.compiler import lower
+from jaxcompact.memory.compiler import lower, not_kept
 
 
 def compiled(fun: Callable, *args: jax.ShapeDtypeStruct, card: str = "h200") -> str:
     """The optimized program's text."""
-    return lower(fun, args, find_device(card), None, None).compile().as_text()
+    with not_kept():
+        return lower(fun, args, find_device(card), None, None).compile().as_text()
 
 
 def kernels_in(text: str) -> int:
