@@ -112,13 +112,7 @@ def plan_step(
     """
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
         raise ValueError(f"layers must be a positive int, got {layers!r}")
-    card = find_device(device)
-    limit = card.memory if budget is None else parse_bytes(budget)
-    if limit > card.memory:
-        raise ValueError(
-            f"budget must be within the {gib(card.memory)} of {device!r}, got "
-            f"{gib(limit)}"
-        )
+    card, limit = find_device(device), budget_bytes(budget, device)
     if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
@@ -180,6 +174,20 @@ def plan_step(
         if _NEAR * limit <= last.peak_bytes <= limit:
             break
     return best
+
+
+def budget_bytes(budget: int | str | None, device: str) -> int:
+    """Of a card; by default all it has.
+
+    Raises ValueError for a budget that is none, or above the card's memory.
+    """
+    memory = find_device(device).memory
+    limit = memory if budget is None else parse_bytes(budget)
+    if limit > memory:
+        raise ValueError(
+            f"budget must be within the {gib(memory)} of {device!r}, got {gib(limit)}"
+        )
+    return limit
 
 
 def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:

@@ -327,6 +327,7 @@ def test_a_step_that_does_not_compile(monkeypatch):
         jc.memory.peak(huge, S((8,), F32))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_timed_is_not_tried(cache, monkeypatch, optax_promotion):
     """XLA's choices among ways to do a product are the same without a card."""
     found = jc.memory.peak(train_step, *ARGS)

@@ -448,6 +448,7 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--plan-device", "h100"], "--plan-device needs --memory-budget"),
         (["--memory-budget", "1GiB", "--checkpoint", "int4"], "a plan exclude each"),
         (["--memory-budget", "1 ton"], "budget must be bytes"),
+        (["--memory-budget", "1000GiB"], "budget must be within the 140.40 GiB"),
     ],
 )
 def test_a_wrong_option_is_said_before_any_training(
