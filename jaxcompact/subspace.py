@@ -46,7 +46,7 @@ class Slot:
 
     def keys(self, key: jax.Array, generation: jax.Array) -> jax.Array:
         """One PRNG key a layer, of shape ``stack``; they depend on nothing else."""
-        key = jax.random.fold_in(key, generation)  # one for all, if one is drawn
+        key = jax.random.fold_in(key, generation)  # of all slots, compiled once
         names = [f"{self.family}/{i}" for i in range(_prod(self.stack))]
         numbers = np.array([zlib.crc32(n.encode()) for n in names], np.uint32)
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)

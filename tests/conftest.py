@@ -23,11 +23,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_once(tmp_path_factory):
-    """What one test has compiled is there for the others, in whichever process."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    """What one test has compiled is there for the next ones of its process.
+
+    Not of others: a file that one of them still writes would be read as a program.
+    """
+    folder = tmp_path_factory.getbasetemp() / "compiled"
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 

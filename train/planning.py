@@ -43,7 +43,6 @@ class Planner:
         cards = jc.memory.devices().items()
         here = (short for short, card in cards if card.name == kind)
         self.device = options.plan_device or next(here, "h200")
-        jc.planner.budget_bytes(options.memory_budget, self.device)  # or ValueError
         self._measure = None
 
     def measure(self, params: Any, tokens_bt: np.ndarray) -> jc.Sensitivity:

@@ -196,6 +196,7 @@ def first_plan(
         return None
     if config.output.resume and saved.exists():
         return jc.Plan.load(saved)
+    jc.planner.budget_bytes(asked.memory_budget, planner.device)  # before the measuring
     print(
         f"{config.method.name}: planning for {asked.memory_budget} of {planner.device}"
     )

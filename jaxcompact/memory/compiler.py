@@ -187,7 +187,11 @@ def _found(module: str) -> bool:
 
 @contextmanager
 def not_kept() -> Iterator[None]:
-    """Jax's own cache could not read it again, and would warn each time."""
+    """Compiles outside of jax's persistent cache.
+
+    What is compiled for a card that is not here cannot be loaded from there: jax would
+    write it, fail to read it the next time, warn, and compile again.
+    """
     name = "jax_persistent_cache_min_compile_time_secs"
     least = getattr(jax.config, name)
     jax.config.update(name, float("inf"))

@@ -177,9 +177,12 @@ def plan_step(
 
 
 def budget_bytes(budget: int | str | None, device: str) -> int:
-    """Of a card; by default all it has.
+    """A budget on a card, in bytes; by default all that the card has.
 
     Raises ValueError for a budget that is none, or above the card's memory.
+
+    >>> budget_bytes("7GiB", "h200") == 7 * 2**30
+    True
     """
     memory = find_device(device).memory
     limit = memory if budget is None else parse_bytes(budget)

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-FEW = "gpt2", "resnet", "mlp"  # one of a kind: Hugging Face's, Linen's, NNX's
+FEW = "gpt2", "resnet", "mlp", "gcn"  # Hugging Face's, Linen's, NNX's, plain JAX's
 pairs = pytest.mark.parametrize(
     ("name", "policy"),
     [*((name, "int4") for name in models.MODELS), *((name, "int8") for name in FEW)],

@@ -50,7 +50,6 @@ def pretrain_process(tmp_path_factory):
             "JAX_NUM_CPU_DEVICES": str(devices),
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # they take longer than the steps
             "OPENBLAS_NUM_THREADS": "1",  # or a process that forks has threads
             "XDG_CACHE_HOME": str(cache),
             "PYTHONPATH": f"{TRAIN}:{TRAIN.parent}",

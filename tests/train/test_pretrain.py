@@ -3,10 +3,12 @@ import dataclasses
 import io
 import json
 import math
+import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -231,10 +233,18 @@ def test_a_killed_and_a_stopped_run_repeat_the_losses_of_an_undisturbed_one(
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == sorted(expected)
 
 
-def test_ctrl_c_saves_and_exits(book, tmp_path, pretrain_process):
+def test_ctrl_c_saves_and_exits(book, tmp_path):
+    """The script itself, as it is typed."""
+    script = Path(pretrain.__file__)
     arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "5000"]
     arguments += ["--checkpoint-every", "5", "--out", str(tmp_path / "out")]
-    process = pretrain_process(*arguments)
+    process = subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(script.parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     wait_for_step(process, tmp_path / "out" / "exact", 5)
     process.send_signal(signal.SIGINT)
     printed = process.communicate()[0]
