@@ -13,8 +13,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.config.jax_platforms == "cpu" or not os.environ.get("JAXCOMPACT_TEST_GPU"):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    # Programs are small here and run few times: XLA's work on their speed is most of
-    # a test's time. Processes that tests begin take it from the environment.
+    # Programs are small here and run few times: LLVM's work on their speed is most of
+    # a test's time. XLA's passes are all there. Processes that tests begin take it from
+    # the environment; tests of exact bits are `optimized`.
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
@@ -30,6 +31,20 @@ def compiled_once(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp() / "compiled"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Compiled as users' programs are: bits that are promised are promised of those."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    compile_anew(False)
+    yield
+    compile_anew(before)
+
+
+def compile_anew(disable_optimizations: bool):
+    jax.config.update("jax_disable_most_optimizations", disable_optimizations)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

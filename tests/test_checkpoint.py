@@ -14,6 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 SAVE, AGAIN = jc.Policy(default=jc.Save()), jc.Policy()
 LOSSY = jc.policies.uniform(Q8)

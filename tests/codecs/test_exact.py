@@ -7,6 +7,8 @@ import pytest
 
 from jaxcompact.codecs import BitMask, Chain, Hadamard, Narrow, Offload, Quantized
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def round_trip(codec, x):
     encoded = codec.encode(x)

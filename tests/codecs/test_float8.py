@@ -8,6 +8,8 @@ import pytest
 
 from jaxcompact.codecs import Chain, Float8, Hadamard, Quantized
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def round_trip(codec, x):
     return np.asarray(jax.jit(lambda x: codec.decode(codec.encode(x)))(x))

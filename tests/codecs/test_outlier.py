@@ -7,6 +7,8 @@ import pytest
 
 from jaxcompact.codecs import OutlierQuantized, Quantized
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def tokens(shape=(4, 16, 256), outliers=(), size=100.0):
     x = jax.random.normal(jax.random.key(0), shape)

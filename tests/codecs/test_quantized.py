@@ -16,6 +16,8 @@ import pytest
 
 from jaxcompact.codecs import Float8, OutlierQuantized, Quantized, fitted
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 F32 = np.float32
 QUARTERS = np.float32(2.0 ** (np.arange(-96, 30) / 4))
 

@@ -7,6 +7,8 @@ import pytest
 
 from jaxcompact.codecs import BitMask, Chain, Float8, Hadamard, Narrow, Quantized
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 CODECS = [
     Quantized(4),
     Quantized(4, symmetric=False),

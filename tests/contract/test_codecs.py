@@ -30,6 +30,8 @@ from jaxcompact.codecs import (
     Quantized,
 )
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
 SHAPE = (2, 3, 130)  # six rows: two groups of 64 and a tail of 2
 SMALL = (5, 3)  # shorter than a group

@@ -8,6 +8,8 @@ import pytest
 from jaxcompact.kernels.bits.reference import pack, unit, unpack
 from tests.kernels.machine_code import compiled
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 BITS = [1, 2, 3, 4, 8]
 
 

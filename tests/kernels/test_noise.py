@@ -12,6 +12,8 @@ import pytest
 from jaxcompact.kernels.quantize.noise import mix, uniform
 from jaxcompact.kernels.quantize.reference import quantize
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 GROUPS, GROUP = 4096, 64
 N = GROUPS * GROUP
 

@@ -11,6 +11,8 @@ from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import api, reference
 from tests.kernels.machine_code import compiled, kernels_in, resources
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 KERNEL = {"implementation": "mosaic_gpu"}
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
 # Fields, dtype and shape: whole blocks, tails of rows and of groups, several blocks.

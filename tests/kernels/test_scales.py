@@ -7,6 +7,8 @@ import pytest
 
 from jaxcompact.kernels.quantize import scales
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 # Every exponent of float32's normal numbers, 64 mantissas each, both signs.
 GRID = np.ldexp(
     (1 + np.arange(64, dtype=np.float32) / 64)[:, None], np.arange(-126, 127)[None]

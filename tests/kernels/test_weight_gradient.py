@@ -12,6 +12,8 @@ from jaxcompact.kernels.quantize.reference import dequantize, quantize
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 from tests.kernels.machine_code import compiled, kernels_in, resources
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 KERNEL = {"implementation": "mosaic_gpu"}
 # Bits, tokens (as axes), columns of x and of dy: whole blocks, tails, splits of tokens.
 CASES = {
