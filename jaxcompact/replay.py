@@ -307,6 +307,7 @@ class Replay:
         residuals = [s for s in self.sources if isinstance(s, Residual)]
         residuals = [s for s in residuals if s not in self.fixed]
         derived = [s for s in self.fixed if isinstance(s, Residual)]
+        derived += [Slope(v) for v in self.slopes]
         stored = [*values, *residuals]
         _, (inputs, used, _, _) = self._cut_backward(stored, derived, set())
         read_ = {v for v, u in zip(graph.inputs, inputs, strict=True) if u}
