@@ -69,6 +69,7 @@ class RobertaConfig:
     Attributes:
         vocab_size, width, ff, layers, heads, max_seq, norm_eps, init_std: as above.
         labels: outputs of the classification head; 0 for the head of masked words.
+        multi_label: each output is of a class that a text has or has not.
         dropout: of hidden states, when a model is fine-tuned.
         bos_id, pad_id, eos_id: of ``<s>``, ``<pad>`` and ``</s>``.
         mask_id: of ``<mask>``; None where no words are masked.
@@ -88,6 +89,7 @@ class RobertaConfig:
     norm_eps: float = 1e-5
     init_std: float = 0.02
     labels: int = 0
+    multi_label: bool = False
     dropout: float = 0.1
     bos_id: int = 0
     pad_id: int = 1

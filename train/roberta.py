@@ -22,10 +22,13 @@ from masking import mask_words
 
 
 class Examples(NamedTuple):
-    """A batch to classify, or to rate if ``target_b`` is of floats."""
+    """A batch to classify, or to rate if ``target_b`` is of floats.
+
+    Of several classes a text, ``target_b`` is bool (b, c).
+    """
 
     tokens_bt: jax.Array  # int32, padded on the right
-    target_b: jax.Array  # int32 or float32
+    target_b: jax.Array  # int32, float32 or bool
     noise: jax.Array  # shape=(), int32: what dropout is drawn from
 
 
@@ -222,12 +225,16 @@ class Roberta(nnx.Module):
     def loss(self, batch: Examples | jax.Array) -> jax.Array:
         """Of `Examples` what is to be trained; of a text's tokens, the masked words'.
 
-        Cross-entropy of classes, squared error of ratings. A batch of text is
-        (b, t + 1), as `next_token_loss` has it, of which the last token is not read.
+        Cross-entropy of classes, of several each one's own; squared error of ratings.
+        A batch of text is (b, t + 1), as `next_token_loss` has it, of which the last
+        token is not read.
         """
         if not self.cfg.labels:
             return self._masked_loss(batch[:, :-1])
         logits_bc = self(batch.tokens_bt, batch.noise)
+        if self.cfg.multi_label:
+            target_bc = batch.target_b.astype(jnp.float32)
+            return jnp.mean(optax.sigmoid_binary_cross_entropy(logits_bc, target_bc))
         if jnp.issubdtype(batch.target_b.dtype, jnp.floating):
             return jnp.mean((logits_bc[:, 0] - batch.target_b) ** 2)
         losses_b = optax.softmax_cross_entropy_with_integer_labels(

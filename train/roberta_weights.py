@@ -63,6 +63,7 @@ _FIXED = {  # fields of config.json that Roberta does not vary
     "is_decoder": False,
     "tie_word_embeddings": True,
 }
+_MULTI_LABEL = "multi_label_classification"
 
 
 def read_config(directory: str | Path) -> RobertaConfig:
@@ -82,9 +83,10 @@ def read_config(directory: str | Path) -> RobertaConfig:
     if missing := [field for field in needed if field not in config]:
         raise ValueError(f"{', '.join(missing)} missing in {path}")
     fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
-    max_seq = config["max_position_embeddings"] - config["pad_token_id"] - 1
+    fields["max_seq"] = config["max_position_embeddings"] - config["pad_token_id"] - 1
+    fields["multi_label"] = config.get("problem_type") == _MULTI_LABEL
     try:
-        return RobertaConfig(**fields, max_seq=max_seq)
+        return RobertaConfig(**fields)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -93,6 +95,7 @@ def load_roberta(
     directory: str | Path,
     *,
     labels: int | None = None,
+    multi_label: bool = False,
     dropout: float | None = None,
     rngs: nnx.Rngs | None = None,
     **model_kwargs: Any,
@@ -100,9 +103,10 @@ def load_roberta(
     """The model of a folder with ``config.json`` and ``model.safetensors``.
 
     Shards are read too; weights are cast to ``param_dtype``; other arguments are
-    `Roberta`'s. ``labels`` asks for a head with as many classes, 1 for a rating: that
-    of the folder if it has one of that size, else a new one made from ``rngs``. Without
-    it the model has the head of the folder.
+    `Roberta`'s. ``labels`` asks for a head with as many classes, 1 for a rating, and
+    ``multi_label`` for several of them a text: the head of the folder if it has one of
+    that size, else a new one made from ``rngs``. Without ``labels`` the model has the
+    head of the folder, for what that was trained for.
 
     Raises ValueError for what `read_config` refuses, for a tensor that is missing or
     of another shape than the config says, and for a damaged file.
@@ -114,7 +118,9 @@ def load_roberta(
     there = 0
     if "classifier.out_proj.bias" in tensors:
         there = len(tensors["classifier.out_proj.bias"]())
-    cfg = replace(cfg, labels=there if labels is None else labels)
+    if labels is None:
+        labels, multi_label = there, cfg.multi_label
+    cfg = replace(cfg, labels=labels, multi_label=multi_label)
     new_head = cfg.labels != there
     model = Roberta(cfg, rngs=rngs or nnx.Rngs(0), **model_kwargs)
     state = nnx.state(model, nnx.Param)
@@ -156,6 +162,8 @@ def save_roberta(
         names = labels or [f"LABEL_{i}" for i in range(cfg.labels)]
         config["id2label"] = dict(enumerate(names))
         config["label2id"] = {name: i for i, name in enumerate(names)}
+        if cfg.multi_label:
+            config["problem_type"] = _MULTI_LABEL
     text = json.dumps(config, indent=2) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8")
 

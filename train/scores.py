@@ -1,4 +1,7 @@
-"""The metrics of GLUE: of predictions and targets, both (n,)."""
+"""The metrics of GLUE: of predictions and targets, both (n,).
+
+And of several classes an example, where both are bool (n, c).
+"""
 
 import numpy as np
 
@@ -21,6 +24,25 @@ def f1(predicted_n: np.ndarray, target_n: np.ndarray) -> float:
     hits = np.sum((predicted_n == 1) & (target_n == 1))
     both = np.sum(predicted_n == 1) + np.sum(target_n == 1)
     return float(2 * hits / both) if both else 0.0
+
+
+def macro_f1(predicted_nc: np.ndarray, target_nc: np.ndarray) -> float:
+    """The mean of the classes' F1: a rare one counts as much as a frequent one.
+
+    >>> round(macro_f1(np.array([[1, 0], [1, 1]]), np.array([[1, 1], [0, 1]])), 4)
+    0.6667
+    """
+    columns = zip(predicted_nc.T, target_nc.T, strict=True)
+    return float(np.mean([f1(*column) for column in columns]))
+
+
+def micro_f1(predicted_nc: np.ndarray, target_nc: np.ndarray) -> float:
+    """F1 of all decisions, of whichever class, together.
+
+    >>> round(micro_f1(np.array([[1, 0], [1, 1]]), np.array([[1, 1], [0, 1]])), 4)
+    0.6667
+    """
+    return f1(predicted_nc.ravel(), target_nc.ravel())
 
 
 def matthews(predicted_n: np.ndarray, target_n: np.ndarray) -> float:
@@ -59,4 +81,5 @@ def _ranks(x_n: np.ndarray) -> np.ndarray:
     return (np.cumsum(count) - (count - 1) / 2)[index_n]
 
 
-SCORES = {f.__name__: f for f in (accuracy, f1, matthews, pearson, spearman)}
+_ALL = (accuracy, f1, macro_f1, micro_f1, matthews, pearson, spearman)
+SCORES = {f.__name__: f for f in _ALL}

@@ -255,6 +255,15 @@ def test_a_rating_is_trained_by_its_squared_error():
     np.testing.assert_allclose(net.loss(batch), expected, rtol=1e-5)
 
 
+def test_each_of_several_classes_has_a_loss_of_its_own():
+    cfg = dataclasses.replace(CFG, multi_label=True, dropout=0.0)
+    net, target = model(cfg), np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
+    probability = 1 / (1 + np.exp(-np.asarray(net(tokens(16)), np.float64)))
+    expected = -np.log(np.where(target, probability, 1 - probability)).mean()
+    batch = Examples(tokens(16), jnp.asarray(target), jnp.int32(0))
+    np.testing.assert_allclose(net.loss(batch), expected, rtol=1e-5)
+
+
 # --- shapes ----------------------------------------------------------------------
 
 

@@ -126,6 +126,22 @@ def test_a_head_of_the_same_size_goes_on_and_another_is_new():
     assert not np.array_equal(other["dense"]["kernel"], there["dense"]["kernel"])
 
 
+def test_a_model_of_several_classes_a_text_is_known_again(folder, tmp_path):
+    edit_config(folder, problem_type="multi_label_classification")
+    model = load_roberta(folder)
+    assert (model.cfg.labels, model.cfg.multi_label) == (3, True)
+    save_roberta(model, tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    assert load_roberta(tmp_path / "saved").cfg == model.cfg
+    # What is asked for counts, as for the number of classes.
+    assert not load_roberta(folder, labels=3).cfg.multi_label
+    plain = load_roberta(GOLDEN / "roberta_classes", labels=3, multi_label=True)
+    assert plain.cfg == model.cfg
+    save_roberta(load_roberta(folder, labels=3), tmp_path / "one")
+    assert "problem_type" not in json.loads((tmp_path / "one/config.json").read_text())
+
+
 def test_parts_that_are_not_of_this_model_are_left():
     """The hub's roberta-base has a pooler, and the head of words beside no other."""
     model = load_roberta(GOLDEN / "roberta_words", labels=2)

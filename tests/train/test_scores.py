@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from scores import accuracy, f1, matthews, pearson, spearman
+from scores import SCORES, accuracy, f1, matthews, pearson, spearman
 
 # 3 hits, 1 miss, 2 false alarms, 4 rightly left: of ten.
 TARGET = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])
@@ -31,6 +31,23 @@ def test_of_classes_where_one_is_never_named():
     none = np.zeros(10, int)
     assert (f1(none, TARGET), f1(none, none)) == (0, 0)
     assert (matthews(none, TARGET), matthews(GUESS, none)) == (0, 0)
+
+
+# Classes: 2 hits, 1 false alarm; 1 hit, 2 misses; a false alarm; never there or named.
+TAGS = np.array([[1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]], bool)
+GUESSED = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0]], bool)
+
+
+def test_of_several_classes():
+    """As scikit-learn's f1_score has them, of which 0 / 0 is 0."""
+    by_class = [2 * 2 / (2 * 2 + 1), 2 * 1 / (2 * 1 + 2), 0, 0]
+    assert SCORES["macro_f1"](GUESSED, TAGS) == pytest.approx(sum(by_class) / 4)
+    hits, false_alarms, misses = 2 + 1, 1 + 1, 2
+    expected = 2 * hits / (2 * hits + false_alarms + misses)
+    assert SCORES["micro_f1"](GUESSED, TAGS) == pytest.approx(expected)
+    assert SCORES["macro_f1"](TAGS, TAGS) == 2 / 4  # the others are never there
+    assert SCORES["micro_f1"](TAGS, TAGS) == 1
+    assert SCORES["macro_f1"](TAGS & False, TAGS) == 0
 
 
 def test_correlations():
