@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roberta import Examples
-from tasks import Example
+from tasks import Example, Task
 from tokenizer import Tokenizer, special_ids
 
 _UNIT = 8  # tokens: the length of a batch is a multiple
@@ -21,7 +21,7 @@ class Encoded:
     """Examples as a RoBERTa reads them: ``<s> a </s>``, ``<s> a </s></s> b </s>``."""
 
     tokens_nt: np.ndarray  # int32, padded on the right
-    target_n: np.ndarray  # int32 classes or float32 ratings
+    target_n: np.ndarray  # int32 classes, float32 ratings; bool (n, c) of several
 
     def __len__(self) -> int:
         return len(self.tokens_nt)
@@ -59,8 +59,7 @@ def encode(
     splits: Sequence[Sequence[Example]],
     tokenizer: Tokenizer,
     max_len: int,
-    *,
-    rating: bool,
+    task: Task,
 ) -> list[Encoded]:
     """All splits, padded to their longest example; what is longer is cut.
 
@@ -80,10 +79,18 @@ def encode(
         tokens_nt = np.full((len(split), length), pad, np.int32)
         for tokens_t, row in zip(tokens_nt, split, strict=True):
             tokens_t[: len(row)] = row
-        dtype = np.float32 if rating else np.int32
-        target_n = np.array([example.target for example in examples], dtype)
-        encoded.append(Encoded(tokens_nt, target_n))
+        encoded.append(Encoded(tokens_nt, _targets(examples, task)))
     return encoded
+
+
+def _targets(examples: Sequence[Example], task: Task) -> np.ndarray:
+    if not task.multi_label:
+        dtype = np.int32 if task.labels else np.float32
+        return np.array([example.target for example in examples], dtype)
+    target_nc = np.zeros((len(examples), task.outputs), bool)
+    for target_c, example in zip(target_nc, examples, strict=True):
+        target_c[list(example.target)] = True
+    return target_nc
 
 
 def _tokens(

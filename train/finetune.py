@@ -5,6 +5,7 @@
         --method exact,compact,galore --rank 4 --checkpoint int4
     python train/finetune.py --task classify --task-data mine.tsv --text-columns a,b
         --label-column kind --weights hf:FacebookAI/roberta-base --epochs 3
+    python train/finetune.py --task tag --task-data goemotions/ --weights roberta-base/
     python train/finetune.py --help
 
 The defaults are those of the papers' tables of GLUE. Scores of the held-out examples
@@ -99,7 +100,7 @@ def load_data(config: Config) -> Data:
         [splits.train, *splits.dev.values()],
         tokenizer,
         min(config.task.seq_len, cfg.max_seq),
-        rating=not splits.task.labels,
+        splits.task,
     )
     named = dict(zip(splits.dev, dev, strict=True))
     return Data(splits, train, named, tokenizer, folder)
@@ -110,6 +111,7 @@ def load_params(config: Config, data: Data) -> tuple[Any, Any]:
     model = load_roberta(
         data.folder,
         labels=data.splits.task.outputs,
+        multi_label=data.splits.task.multi_label,
         dropout=config.weights.dropout,
         param_dtype=jnp.dtype(config.weights.param_dtype),
         rngs=nnx.Rngs(config.optimizer.seed),
@@ -289,7 +291,7 @@ def evaluate(
     logits_of: Callable, state: State, job: Job, data: Data
 ) -> dict[str, float]:
     """The scores of the held-out examples: of all, and of each set if several."""
-    size = job.config.batch_size
+    size, task = job.config.batch_size, data.splits.task
     sharding = NamedSharding(job.tokens_abt.tokens_bt.sharding.mesh, P("data"))
     predicted, target = {}, {}
     for name, encoded in data.dev.items():
@@ -298,8 +300,11 @@ def evaluate(
             for tokens_bt, n in encoded.in_order(size)
         ]
         logits_nc = np.concatenate(parts)
-        classes = len(data.splits.task.labels)
-        predicted[name] = logits_nc.argmax(-1) if classes else logits_nc[:, 0]
+        if task.multi_label:
+            threshold = job.config.task.threshold
+            predicted[name] = logits_nc > math.log(threshold / (1 - threshold))
+        else:
+            predicted[name] = logits_nc.argmax(-1) if task.labels else logits_nc[:, 0]
         target[name] = encoded.target_n
     sets = {"": list(data.dev)}
     if len(data.dev) > 1:
@@ -310,7 +315,7 @@ def evaluate(
             np.concatenate([target[name] for name in names]),
         )
         for suffix, names in sets.items()
-        for score in data.splits.task.scores
+        for score in task.scores
     }
 
 

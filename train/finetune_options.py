@@ -9,7 +9,7 @@ import options
 from jaxcompact.projection import Kind
 from methods import Method
 from options import option, positive
-from tasks import TASKS, Task, own_task
+from tasks import OWN, TASKS, Task, own_task
 
 # CompAct's (arXiv 2410.15352, table of GLUE), and GaLore's, whose table it extends.
 _SUBSPACE = {"lr": 2e-5, "rank": 8, "period": 500}
@@ -26,14 +26,15 @@ _ALPHA = 16  # over the rank: 4 at rank 4, 2 at rank 8
 class TaskOptions:
     task: str | None = option(
         None,
-        f"{', '.join(TASKS)}: GLUE's; classify, rate: one's own",
-        choices=(*TASKS, "classify", "rate"),
+        f"{', '.join(TASKS)}: GLUE's; one's own: classify, tag (several classes a "
+        "text, or none), rate",
+        choices=(*TASKS, *OWN),
     )
     task_data: Path | None = option(
         None,
         "folder with the task's train and dev files: GLUE's as they are; TSV, CSV or "
-        "JSON lines (also .gz, .xz, .zst) of one's own, where one file will do: a "
-        "tenth of it is held out",
+        "JSON lines (also .gz, .xz, .zst) of one's own, where one file will do: an "
+        "object of JSON with a list of rows for each split, or a tenth is held out",
         Path,
     )
     text_columns: str = option(
@@ -41,7 +42,14 @@ class TaskOptions:
         "of one's own: the column of the text, or of two with a comma between; by "
         "names, or by numbers from 1 for files without a header",
     )
-    label_column: str = option("label", "of one's own: that of the class or rating")
+    label_column: str = option(
+        "label",
+        "of one's own: that of the class or rating; of tag the classes with commas "
+        "between, in JSON also a list",
+    )
+    threshold: float = option(
+        0.5, "of tag: a text has the classes whose probability is above it", float
+    )
     seq_len: int = option(512, "longest example, in tokens; the rest is cut", int)
     batch_size: int | None = option(
         None, "examples an update (default: 32 of cola, 16 of all others)", int
@@ -54,6 +62,8 @@ class TaskOptions:
         positive(self, "seq_len", "batch_size", "accumulate")
         if self.seq_len < 8:
             raise ValueError(f"--seq-len must be at least 8, got {self.seq_len}")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"--threshold must be in (0, 1), got {self.threshold}")
 
     @property
     def described(self) -> Task:

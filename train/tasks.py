@@ -1,26 +1,23 @@
 """Classification and rating of texts: GLUE's files, and one's own.
 
     task = TASKS["rte"]
-    splits = read_task(task, "glue/RTE")     # {"train": [...], "dev": [...]}
+    splits = read_task(task, "glue/RTE")     # .train, .dev: {"dev": [...]}
 
-A line of GLUE's is split at every tab: its quotation marks are text.
+tables.py has the files' own forms.
 """
 
-import csv
-import io
-import json
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from readers import DataError, open_data
+from readers import DataError
+from tables import Row, find_table, read_splits, read_table
 
 HELD_OUT = 10  # of a file alone one example in this many is held out
 _DEV = ("dev", "valid", "validation", "val", "test")  # the first that is there
-_SUFFIXES = (".tsv", ".csv", ".jsonl", ".json", ".ndjson")
-_COMPRESSED = ("", ".gz", ".xz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,8 @@ class Task:
         texts: columns of one text or of two.
         label: column of the class or the rating.
         labels: the classes, in order; none for a rating; None for those of the
-            training split, sorted.
+            training split, sorted, numbers by their value.
+        multi_label: an example has several of the classes, one, or none.
         scores: of `scores.SCORES`; the first is that of the papers' tables.
         dev: the held-out files, without their suffix; none for the first of dev,
             valid, validation, val, test that is there.
@@ -45,6 +43,7 @@ class Task:
     labels: tuple[str, ...] | None
     scores: tuple[str, ...]
     dev: tuple[str, ...] = ("dev",)
+    multi_label: bool = False
     columns: tuple[str, ...] | None = None
     broken: bool = False
     batch_size: int = 16
@@ -92,7 +91,7 @@ TASKS = {
 
 class Example(NamedTuple):
     texts: tuple[str, ...]
-    target: int | float  # the number of the class, or the rating
+    target: int | float | tuple[int, ...]  # number of the class; rating; of several
 
 
 @dataclass(frozen=True)
@@ -113,10 +112,17 @@ class Splits:
         return text
 
 
-def own_task(texts: str, label: str, kind: str) -> Task:
-    """One's own: ``classify`` or ``rate``, by names of columns with commas between.
+OWN: dict[str, dict[str, Any]] = {
+    "classify": {"labels": None, "scores": ("accuracy",)},
+    "tag": {"labels": None, "scores": ("macro_f1", "micro_f1"), "multi_label": True},
+    "rate": {"labels": (), "scores": ("pearson", "spearman")},
+}
 
-    Numbers, from 1, are columns of TSV or CSV files without a header.
+
+def own_task(texts: str, label: str, kind: str) -> Task:
+    """One's own, of a kind of `OWN`, by names of columns with commas between.
+
+    Numbers, from 1, are columns of files without a header.
 
     >>> own_task("question,sentence", "label", "classify").texts
     ('question', 'sentence')
@@ -133,33 +139,29 @@ def own_task(texts: str, label: str, kind: str) -> Task:
     columns = None
     if numbers:
         columns = tuple(str(i + 1) for i in range(max(map(int, numbers))))
-    rate = kind == "rate"
-    return Task(
-        texts=names,
-        label=label,
-        labels=() if rate else None,
-        scores=("pearson", "spearman") if rate else ("accuracy",),
-        dev=(),
-        columns=columns,
-    )
+    return Task(texts=names, label=label, dev=(), columns=columns, **OWN[kind])
 
 
 def read_task(task: Task, path: str | Path) -> Splits:
-    """The splits in a folder; of one's own file, nine examples in ten and the others.
+    """The splits in a folder or, of one's own, in a file.
 
-    Raises DataError, with file and line, for what does not have the task's form.
+    Where there is nothing but train, one example in ten is held out. Raises DataError,
+    with file and line, for what does not have the task's form.
     """
     path, broken = Path(path), []
     if path.is_file() and not task.dev:
-        files = {"train": path}
+        tables = read_splits(path, task.columns)
+        dev = [name for name in _DEV if name in tables][:1]
+        tables = {name: tables[name] for name in ("train", *dev)}
     elif path.is_dir():
-        files = {"train": _find(path, ("train",))}
+        files = {"train": find_table(path, ("train",))}
         for names in [(name,) for name in task.dev] or [_DEV]:
-            file = _find(path, names)
+            file = find_table(path, names)
             files[file.name.partition(".")[0]] = file
+        tables = {name: read_table(f, task.columns) for name, f in files.items()}
     else:
         raise DataError(f"--task-data must be a folder of train and dev, got {path}")
-    rows = {name: list(_rows(task, file, broken)) for name, file in files.items()}
+    rows = {name: list(_labelled(task, t, broken)) for name, t in tables.items()}
     if len(rows) == 1:
         together = rows["train"]
         held_out = [zlib.crc32("\t".join(row[1]).encode()) for row in together]
@@ -170,95 +172,60 @@ def read_task(task: Task, path: str | Path) -> Splits:
     if empty := [name for name in rows if not rows[name]]:
         raise DataError(f"{path}: no example in {', '.join(empty)}")
     if task.labels is None:
-        task = replace(task, labels=tuple(sorted({row[2] for row in rows["train"]})))
-        if len(task.labels) < 2:
-            raise DataError(f"{path}: a single class, {task.labels[0]!r}, in train")
+        names = sorted({name for row in rows["train"] for name in row[2]}, key=_order)
+        if len(names) < 2:
+            raise DataError(f"{path}: classes must be two or more, train has {names}")
+        task = replace(task, labels=tuple(names))
     made = {name: [_example(task, row) for row in rows[name]] for name in rows}
     return Splits(made.pop("train"), made, task, broken)
 
 
-Row = tuple[str, tuple[str, ...], str]  # "file:line", texts, label
+# "file:line", texts, classes (one, if there are not several) or the rating
+Labelled = tuple[str, tuple[str, ...], tuple[str, ...]]
 
 
-def _example(task: Task, row: Row) -> Example:
-    place, texts, label = row
-    if task.labels:
-        if label not in task.labels:
-            some = ", ".join(task.labels[:5]) + ", ..." * (len(task.labels) > 5)
-            raise DataError(f"{place}: {task.label} must be one of {some}; {label!r}")
-        return Example(texts, task.labels.index(label))
-    try:
-        return Example(texts, float(label))
-    except ValueError:
-        raise DataError(f"{place}: {task.label} must be a number; {label!r}") from None
-
-
-def _find(folder: Path, names: tuple[str, ...]) -> Path:
-    for name in names:
-        for suffix in _SUFFIXES:
-            for compressed in _COMPRESSED:
-                path = folder / f"{name}{suffix}{compressed}"
-                if path.is_file():
-                    return path
-    wanted = " or ".join(f"{name}.tsv" for name in names)
-    raise DataError(
-        f"{folder}: no {wanted} ({', '.join(s[1:] for s in _SUFFIXES)}; also .gz, .xz, "
-        f".zst)"
-    )
-
-
-def _rows(task: Task, path: Path, broken: list[str]) -> Iterator[Row]:
+def _labelled(
+    task: Task, table: Iterable[Row], broken: list[str]
+) -> Iterator[Labelled]:
     wanted = (*task.texts, task.label)
-    for number, values in _records(path, task.columns):
-        place = f"{path}:{number}"
+    for place, values in table:
         if missing := [name for name in wanted if values.get(name) is None]:
             if task.broken:
                 broken.append(place)
                 continue
             raise DataError(f"{place}: the line has no column {missing[0]!r}")
-        *texts, label = (str(values[name]) for name in wanted)
-        yield place, tuple(texts), label
+        *texts, label = (values[name] for name in wanted)
+        yield place, tuple(map(str, texts)), _names(task, place, label)
 
 
-def _records(
-    path: Path, columns: tuple[str, ...] | None
-) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, column -> value); what a line lacks is not in it."""
-    suffix = next(s for s in path.suffixes if s in _SUFFIXES or s == path.suffixes[-1])
+def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:
+    if task.multi_label:
+        names = label if isinstance(label, list) else str(label).split(",")
+        return tuple(filter(None, (str(name).strip() for name in names)))
+    if isinstance(label, list):
+        raise DataError(
+            f"{place}: {task.label} must not be a list but for --task tag; {label!r}"
+        )
+    return (str(label),)
+
+
+def _order(name: str) -> tuple[float, str]:
+    return int(name) if name.isdecimal() else math.inf, name
+
+
+def _example(task: Task, row: Labelled) -> Example:
+    place, texts, names = row
+    if task.labels:
+        for name in names:
+            if name not in task.labels:
+                some = ", ".join(task.labels[:5]) + ", ..." * (len(task.labels) > 5)
+                raise DataError(
+                    f"{place}: {task.label} must be one of {some}; {name!r}"
+                )
+        numbers = tuple(task.labels.index(name) for name in names)
+        return Example(texts, numbers if task.multi_label else numbers[0])
+    (rating,) = names
     try:
-        with open_data(path) as file:
-            text = file.read().decode("utf-8-sig")
-    except DataError:
-        raise
-    except Exception as error:  # decompressors raise their own kinds
-        raise DataError(f"{path}: unreadable ({error})") from error
-    # Not splitlines: a text may hold what Python also takes for an end of line.
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    if suffix in (".jsonl", ".json", ".ndjson"):
-        yield from _json(path, lines)
-        return
-    if suffix == ".csv":
-        reader = csv.reader(io.StringIO(text, newline=""))
-        table = ((reader.line_num, row) for row in reader)
-    else:
-        table = enumerate((line.split("\t") for line in lines), start=1)
-    for number, row in table:
-        if row in ([], [""]):
-            continue
-        if columns is None:
-            columns = tuple(row)
-            continue
-        yield number, dict(zip(columns, row, strict=False))
-
-
-def _json(path: Path, lines: list[str]) -> Iterator[tuple[int, dict]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: no JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{path}:{number}: not an object of JSON")
-        yield number, record
+        return Example(texts, float(rating))
+    except ValueError:
+        raise DataError(f"{place}: {task.label} must be a number; {rating!r}") from None

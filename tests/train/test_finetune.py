@@ -1,5 +1,6 @@
 """Runs of a tiny model on made tasks: what they reach, repeat, resume and refuse."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -208,6 +209,61 @@ def test_scores_of_two_held_out_sets_and_of_both(weights, tmp_path):
     }
 
 
+@pytest.mark.slow
+def test_several_classes_a_text_are_learned_and_exported(weights, tmp_path):
+    """Cat, dog and tree, each said to be there or not; many texts have none."""
+    names = ["cat", "dog", "tree"]
+    for split, count, seed in (("train", 160, 1), ("dev", 50, 2)):
+        rows = [
+            {"text": text, "label": [name for name in names if name in text]}
+            for text in sentences(count, seed)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(text)
+    given = [
+        *("--task", "tag", "--task-data", str(tmp_path), "--weights", str(weights)),
+        *("--lr", "1e-2", "--epochs", "8", "--log-every", "80", "--dropout", "0"),
+        *("--method", "exact", "--export"),
+    ]
+    assert run(given, tmp_path / "out") == 0
+    folder = tmp_path / "out" / "exact"
+    losses = losses_of(folder)
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) / 2
+    scores = json.loads((folder / "summary.json").read_text())["scores"]
+    assert list(scores) == ["macro_f1", "micro_f1"]
+    assert min(scores.values()) > 0.9
+    config = json.loads((folder / "weights" / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    assert list(config["id2label"].values()) == names
+    loaded = load_roberta(folder / "weights").cfg
+    assert (loaded.labels, loaded.multi_label) == (3, True)
+
+
+def test_a_text_has_the_classes_above_the_threshold(weights, tmp_path):
+    (tmp_path / "train.tsv").write_text("cat\ta\ndog\tb\n")
+    (tmp_path / "dev.tsv").write_text("cat\ta\ndog\ta\n")
+    given = [
+        *("--task", "tag", "--task-data", str(tmp_path), "--weights", str(weights)),
+        *("--text-columns", "1", "--label-column", "2", "--method", "exact"),
+    ]
+    (config,) = finetune_options.parse(given)
+    data = finetune.load_data(config)
+    job = finetune.prepare(config, data, finetune.load_params(config, data))
+    state = job.training.init(job.params)
+    odds = jnp.log(jnp.array([[0.4 / 0.6, 0.2 / 0.8]])).repeat(16, axis=0)
+
+    def scores(threshold):
+        task = dataclasses.replace(config.task, threshold=threshold)
+        there = dataclasses.replace(config, task=task)
+        job_there = dataclasses.replace(job, config=there)
+        found = finetune.evaluate(lambda *_: odds, state, job_there, data)
+        return found["macro_f1"], found["micro_f1"]
+
+    assert scores(config.task.threshold) == (0, 0)  # a half
+    assert scores(0.3) == (1 / 2, 1)  # b is never there
+    assert scores(0.1) == (1 / 2, pytest.approx(2 / 3))
+
+
 def test_the_schedule():
     schedule = finetune.warmup_line(2.0, 100, 0.06)
     rates = np.array([schedule(step) for step in range(100)])
@@ -263,6 +319,7 @@ def refused(capsys, arguments: list[str]) -> str:
         (["--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
         (["--dropout", "1"], "--dropout must be in [0, 1), got 1.0"),
         (["--seq-len", "4"], "--seq-len must be at least 8, got 4"),
+        (["--threshold", "1"], "--threshold must be in (0, 1), got 1.0"),
         (["--epochs", "0"], "--epochs must be positive, got 0.0"),
         (["--batch-size", "6"], "--batch-size must be divisible by --accumulate times"),
         (["--method", "lora"], "--method must be one or several of exact"),

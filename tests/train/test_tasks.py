@@ -3,9 +3,12 @@
 import gzip
 import json
 import lzma
+import re
+from pathlib import Path
 
 import pytest
 
+import finetune_options
 from readers import DataError
 from tasks import TASKS, Example, own_task, read_task
 
@@ -256,7 +259,7 @@ def test_own_pairs_and_ratings(tmp_path):
         (".jsonl", '["a", "b"]\n', "train.jsonl:1: not an object"),
         (".jsonl", '{"text": "a"}\n', "train.jsonl:1: .* no column 'label'"),
         (".tsv", "text\tkind\na\tb\n", "train.tsv:2: .* no column 'label'"),
-        (".csv", "text,label\na,b\nc,b\n", "a single class, 'b'"),
+        (".csv", "text,label\na,b\nc,b\n", r"two or more, train has \['b'\]"),
     ],
 )
 def test_own_files_that_do_not_fit(suffix, text, told, tmp_path):
@@ -278,11 +281,103 @@ def test_columns_that_cannot_be(texts):
         own_task(texts, "label", "classify")
 
 
-def test_real_sets_are_read(data_dir):
-    banking = own_task("text", "category", "classify")
-    splits = read_task(banking, data_dir / "banking77")
-    assert (len(splits.train), len(splits.dev["test"])) == (10003, 3080)
-    assert len(splits.task.labels) == 77
-    wellformed = own_task("1", "2", "rate")
-    splits = read_task(wellformed, data_dir / "query_wellformedness")
-    assert (len(splits.train), len(splits.dev["dev"])) == (17500, 3750)
+# --- several classes a text ------------------------------------------------------
+
+
+def test_several_classes_in_every_form(tmp_path):
+    rows = [("a", ["10", "9"]), ("b", []), ("c", ["joy"])]
+    targets = [(1, 0), (), (2,)]
+    tsv = "".join(f"{text}\t{','.join(names)}\tid\n" for text, names in rows)
+    csv = "text,label\n" + "".join(f'{t},"{", ".join(n)}"\n' for t, n in rows)
+    lists = lines(*({"text": text, "label": names} for text, names in rows))
+    for suffix, columns, text in (
+        (".tsv", ("1", "2"), tsv),  # GoEmotions' own
+        (".csv", ("text", "label"), csv),
+        (".jsonl", ("text", "label"), lists),
+    ):
+        folder = write(tmp_path / suffix[1:], {"train": text, "dev": text}, suffix)
+        splits = read_task(own_task(*columns, "tag"), folder)
+        assert splits.task.labels == ("9", "10", "joy")  # numbers by their value
+        assert [example.target for example in splits.train] == targets
+        assert splits.dev["dev"] == splits.train
+        assert splits.task.outputs == 3
+        assert splits.task.scores == ("macro_f1", "micro_f1")
+
+
+def test_a_class_in_a_list_may_have_a_comma(tmp_path):
+    text = lines({"text": "a", "label": ["x, y", 3]})
+    write(tmp_path, {"train": text, "dev": text}, ".jsonl")
+    splits = read_task(own_task("text", "label", "tag"), tmp_path)
+    assert splits.task.labels == ("3", "x, y")
+    assert splits.train[0].target == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "kind, text, told",
+    [
+        ("tag", "a\tx,y\nb\n", "train.tsv:2: the line has no column '2'"),
+        ("tag", "a\t\nb\t\n", r"classes must be two or more, train has \[\]"),
+        ("tag", "a\tx,y\nb\ty", r"dev.tsv:1: 2 must be one of x, y; 'z'"),
+    ],
+)
+def test_several_classes_that_do_not_fit(kind, text, told, tmp_path):
+    write(tmp_path, {"train": text, "dev": "c\tx,z\n"})
+    with pytest.raises(DataError, match=told):
+        read_task(own_task("1", "2", kind), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["classify", "rate"])
+def test_lists_are_of_several_classes_alone(kind, tmp_path):
+    text = lines({"text": "a", "label": ["x"]})
+    write(tmp_path, {"train": text, "dev": text}, ".jsonl")
+    with pytest.raises(DataError, match=r"jsonl:1: label must not .* tag; \['x'\]"):
+        read_task(own_task("text", "label", kind), tmp_path)
+
+
+# --- published sets, by README's own command lines -------------------------------
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+LINES = re.findall(r"^python train/finetune.py (.*--task-data data/.*)", README, re.M)
+SETS = {  # name -> examples of train, of what is held out, outputs
+    "banking77": (10003, {"test": 3080}, 77),
+    "clinc150": (15100, {"val": 3100}, 151),
+    "goemotions": (43410, {"dev": 5426}, 28),
+    "query_wellformedness": (17500, {"dev": 3750}, 1),
+}
+
+
+def published(name, data_dir):
+    """(task, where it is), by README."""
+    (line,) = (line for line in LINES if f"data/{name}" in line)
+    (config,) = finetune_options.parse([*line.split(), "--method", "exact"])
+    path = data_dir / config.task.task_data.relative_to("data")
+    return config.task.described, path if path.exists() else Path(f"{path}.xz")
+
+
+def test_readme_has_a_line_for_each_set():
+    assert len(LINES) == len(SETS) + 1
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_published_sets_are_read(name, data_dir):
+    splits = read_task(*published(name, data_dir))
+    dev = {split: len(examples) for split, examples in splits.dev.items()}
+    assert (len(splits.train), dev, splits.task.outputs) == SETS[name]
+    if name == "goemotions":
+        assert splits.task.labels == tuple(map(str, range(28)))
+        several = [len(example.target) > 1 for example in splits.train]
+        assert sum(several) == 7102
+    if name == "clinc150":
+        assert "oos" in splits.task.labels
+
+
+def test_qnli_is_read_from_its_file_and_from_a_folder(data_dir, tmp_path):
+    task, path = published("qnli_dev", data_dir)
+    splits = read_task(task, path)
+    assert len(splits.train) + len(splits.dev["dev"]) == 5463
+    for name in ("train", "dev"):
+        source = path.with_name(f"split_{name}.tsv.xz")
+        (tmp_path / f"{name}.tsv.xz").symlink_to(source)
+    folder = read_task(TASKS["qnli"], tmp_path)
+    assert (len(folder.train), len(folder.dev["dev"])) == (4443, 1020)
+    assert folder.task.labels == splits.task.labels

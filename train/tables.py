@@ -1,0 +1,126 @@
+"""Rows of tables in files: TSV, CSV, lines of JSON, and splits in one JSON file.
+
+A line of TSV is split at every tab: its quotation marks are text.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from readers import DataError, open_data
+
+_JSON = (".jsonl", ".json", ".ndjson")
+_SUFFIXES = (".tsv", ".csv", *_JSON)
+_COMPRESSED = ("", ".gz", ".xz", ".zst")
+
+Row = tuple[str, dict[str, Any]]  # "file:line", and the columns that the line has
+Columns = tuple[str, ...] | None  # of files without a header
+
+
+def find_table(folder: Path, names: Iterable[str]) -> Path:
+    """The file of the first of the names that is there, with whichever suffix."""
+    for name in names:
+        for suffix in _SUFFIXES:
+            for compressed in _COMPRESSED:
+                path = folder / f"{name}{suffix}{compressed}"
+                if path.is_file():
+                    return path
+    wanted = " or ".join(f"{name}.tsv" for name in names)
+    raise DataError(
+        f"{folder}: no {wanted} ({', '.join(s[1:] for s in _SUFFIXES)}; also .gz, .xz, "
+        f".zst)"
+    )
+
+
+def read_table(path: Path, columns: Columns) -> Iterator[Row]:
+    """Raises DataError for a file, or a line, that cannot be read."""
+    return _rows(path, _text(path), columns)
+
+
+def read_splits(path: Path, columns: Columns) -> dict[str, Iterator[Row]]:
+    """The splits in one file: those of an object of JSON, or train alone.
+
+    The object has lists of rows, ``{"train": [["a text", "its class"], ...], ...}``;
+    what has a split's name at its end, as CLINC150's oos_train has, is part of it.
+    """
+    text = _text(path)
+    splits = _object(path, text) if _suffix(path) == ".json" else None
+    if splits is None:
+        return {"train": _rows(path, text, columns)}
+    if columns is None:
+        raise DataError(
+            f"{path}: rows are lists here: --text-columns and --label-column must be "
+            f"numbers, from 1"
+        )
+    found: dict[str, list[Row]] = {}
+    for name, rows in splits.items():
+        split = found.setdefault(name.rpartition("_")[2], [])
+        for number, row in enumerate(rows, start=1):
+            place = f"{path}:{name}:{number}"
+            if not isinstance(row, list):
+                raise DataError(f"{place}: a row must be a list, got {row!r}")
+            split.append((place, dict(zip(columns, row, strict=False))))
+    if "train" not in found:
+        raise DataError(f"{path}: no train among its splits, {', '.join(splits)}")
+    return {name: iter(rows) for name, rows in found.items()}
+
+
+def _suffix(path: Path) -> str:
+    return next((s for s in path.suffixes if s in _SUFFIXES), ".tsv")
+
+
+def _text(path: Path) -> str:
+    try:
+        with open_data(path) as file:
+            return file.read().decode("utf-8-sig")
+    except DataError:
+        raise
+    except Exception as error:  # decompressors raise their own kinds
+        raise DataError(f"{path}: unreadable ({error})") from error
+
+
+def _rows(path: Path, text: str, columns: Columns) -> Iterator[Row]:
+    # Not splitlines: a text may hold what Python also takes for an end of line.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    if _suffix(path) in _JSON:
+        yield from _json(path, lines)
+        return
+    if _suffix(path) == ".csv":
+        reader = csv.reader(io.StringIO(text, newline=""))
+        table = ((reader.line_num, row) for row in reader)
+    else:
+        table = enumerate((line.split("\t") for line in lines), start=1)
+    for number, row in table:
+        if row in ([], [""]):
+            continue
+        if columns is None:
+            columns = tuple(row)
+            continue
+        yield f"{path}:{number}", dict(zip(columns, row, strict=False))
+
+
+def _json(path: Path, lines: list[str]) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: no JSON ({error})") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{path}:{number}: not an object of JSON")
+        yield f"{path}:{number}", record
+
+
+def _object(path: Path, text: str) -> dict[str, list] | None:
+    """The object of lists that a file is; None for lines of JSON."""
+    start = len(text) - len(text.lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: no JSON ({error})") from error
+    lists = isinstance(value, dict) and all(isinstance(v, list) for v in value.values())
+    return value if lists and not text[end:].strip() else None
