@@ -300,18 +300,22 @@ class Replay:
             [s for s, u in zip(derived, derived_used, strict=True) if u],
         )
 
-    def reads(self) -> set[Source]:
-        """What the backward pass reads if it finds everything: values and residuals."""
+    def finds_everything(self) -> tuple[Graph, list[Source]]:
+        """The backward pass if all values and residuals are stored.
+
+        Its inputs: what it reads, as it is listed, and then cotangents.
+        """
         graph, fixed = self.graph, self.tensors.fixed
         values = [v for op in graph.ops for v in op.outs if v not in fixed]
         residuals = [s for s in self.sources if isinstance(s, Residual)]
-        residuals = [s for s in residuals if s not in self.fixed]
-        derived = [s for s in self.fixed if isinstance(s, Residual)]
+        stored = [*values, *(s for s in residuals if s not in self.fixed)]
+        derived: list[Source] = [s for s in residuals if s in self.fixed]
         derived += [Slope(v) for v in self.slopes]
-        stored = [*values, *residuals]
-        _, (inputs, used, _, _) = self._cut_backward(stored, derived, set())
-        read_ = {v for v, u in zip(graph.inputs, inputs, strict=True) if u}
-        return read_ | {s for s, u in zip(stored, used, strict=True) if u}
+        program, used = self._cut_backward(stored, derived, set())
+        each = zip((graph.inputs, stored, derived), used[:3], strict=True)
+        sources = [s for sources, mask in each for s in _where(sources, mask)]
+        whole = graph_of(program.jaxpr)
+        return replace(whole, inputs=whole.inputs[len(program.consts) :]), sources
 
     def _cut_backward(
         self, stored: list[Source], derived: list[Source], made_again: set[Op]

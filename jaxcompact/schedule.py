@@ -47,8 +47,8 @@ class Schedule:
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], cts: int):
         self.graph, self.inputs = graph, inputs
-        self.chain = _made_of(graph, graph.inputs[len(inputs) - cts :])
-        ops, self.reader = _when_needed(graph, self.chain)
+        cotangents = graph.inputs[len(inputs) - cts :]
+        ops, self.chain, self.reader = in_order(graph, cotangents)
         self.ordered = replace(graph, ops=ops)
         self.number = {op: i for i, op in enumerate(ops)}
         self.maker = {v: op for op in ops for v in op.outs}
@@ -144,16 +144,15 @@ def _keeps(op: Op) -> bool:
     return expensive(op) or op.kind == "optimization_barrier"
 
 
-def _made_of(graph: Graph, inputs: Iterable[int]) -> set[int]:
-    made = set(inputs)
+def in_order(
+    graph: Graph, cts: Iterable[int]
+) -> tuple[list[Op], set[int], dict[Op, Op]]:
+    """The operations, what is made of ``cts``, and which operation on that chain each
+    operation is first needed by."""
+    chain = set(cts)
     for op in graph.ops:
-        if not made.isdisjoint(op.reads):
-            made.update(op.outs)
-    return made
-
-
-def _when_needed(graph: Graph, chain: set[int]) -> tuple[list[Op], dict[Op, Op]]:
-    """The operations, and which one on the chain each of them is first needed by."""
+        if not chain.isdisjoint(op.reads):
+            chain.update(op.outs)
     number = {op: i for i, op in enumerate(graph.ops)}
     maker = {v: op for op in graph.ops for v in op.outs}
     reader: dict[Op, Op] = {}
@@ -167,4 +166,5 @@ def _when_needed(graph: Graph, chain: set[int]) -> tuple[list[Op], dict[Op, Op]]
             found |= new
             needed.extend(new)
         reader.update(dict.fromkeys(sorted(found, key=number.__getitem__), op))
-    return [*reader, *(op for op in graph.ops if op not in reader)], reader
+    rest = (op for op in graph.ops if op not in reader)
+    return [*reader, *rest], chain, reader

@@ -11,6 +11,7 @@ from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
 from jaxcompact.planner.sensitivity import Sensitivity, noise
+from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.tensors import Tensor
@@ -64,6 +65,7 @@ class Problem:
         exact: statistic -> items that are not to be rounded where it is stored: what it
             is made of. A softmax of other scores than it was normalized for is none.
         actions: what is done with all other tensors, by name.
+        stages: of the backward pass.
         noise: of those of these that are encoded, in the bodies of loops.
     """
 
@@ -74,6 +76,7 @@ class Problem:
     free: frozenset[int]
     exact: dict[Source, frozenset[Source]]
     actions: dict[str, Action]
+    stages: Stages
     noise: float = 0.0
 
 
@@ -108,7 +111,8 @@ def problem(
     what others do was ``found``.
     """
     replay = traces.replay
-    needed, items, actions, inside = replay.reads(), [], {}, 0.0
+    stages, needed = stages_of(replay)
+    items, actions, inside = [], {}, 0.0
     for inner in traces.inner():
         for tensor, action, _ in inner.replay.chosen.values():
             actions[tensor.name] = action
@@ -127,12 +131,13 @@ def problem(
         above.update(dict.fromkeys(op.outs, frozenset().union(*made_of)))
     return Problem(
         tuple(items),
-        frozenset(needed),
+        needed,
         {op: operation_seconds(op, card) for op in graph.ops},
         {v: op for op in graph.ops for v in op.outs},
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         actions,
+        stages,
         inside,
     )
 

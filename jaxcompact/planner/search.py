@@ -13,6 +13,7 @@ from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
+from jaxcompact.planner.alive import alive
 from jaxcompact.planner.measured import present
 from jaxcompact.planner.milp import Solution, solve
 from jaxcompact.planner.plan import Plan
@@ -28,6 +29,7 @@ from jaxcompact.policy import Action, ChoosesActions
 
 _COMPILES = 3
 _NEAR = 0.97  # of the budget: no other plan is looked for above that
+_SIZES = 8  # of what is stored, that the smallest plan is looked for among
 
 
 def plan(
@@ -82,8 +84,8 @@ def plan_step(
     For every tensor of the block that the step checkpoints: keep it, encode it, move it
     to the host or make it again, such that the modelled time is least (a mixed integer
     linear program over the block's operations) and the step, *compiled for the card*,
-    stays within the budget: the program's own peak corrects the model, in at most three
-    compiles.
+    stays within the budget: the program's own peak corrects the model of what is stored
+    and of what lives in a backward pass beside it, in at most three compiles.
 
     Args:
         make_step: ``policy -> (step, args)``, for `jaxcompact.memory.peak`; the step
@@ -121,8 +123,13 @@ def plan_step(
     traces, asked = problem_of(make_step, card, max_error, sensitivity, codecs)
     rules = {"noise": max_error**2}
 
-    def compiled(solution: Solution, beside: int | None = None) -> Plan:
-        found = Plan(
+    rest: list[int] = []  # what each that was compiled took beside its model
+
+    def modelled(solution: Solution) -> int:
+        return layers * solution.nbytes + alive(asked, solution.chosen)
+
+    def compiled(solution: Solution) -> Plan:
+        plan = Plan(
             traces.traced.label,
             _actions(asked, solution),
             device,
@@ -132,44 +139,41 @@ def plan_step(
             solution.noise**0.5,
             0,
         )
-        step, args = make_step(found)
+        step, args = make_step(plan)
         nbytes = peak(step, *args, device=device).peak_bytes
         time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
         line = f"{gib(nbytes)}: {time} and {size} a layer"
-        if beside is not None:
-            line += f"; {gib(beside + layers * solution.nbytes)} expected"
+        if rest:
+            line += f"; {gib(rest[-1] + modelled(solution))} expected"
         say(line)
-        besides.append(nbytes - layers * solution.nbytes)
-        return replace(found, peak_bytes=nbytes)
+        rest.append(nbytes - modelled(solution))
+        return replace(plan, peak_bytes=nbytes)
 
-    # From little memory upwards: what a step takes beside what it stores is not known
+    # From little memory upwards: what a step takes beside its model is not known
     # before something is compiled, and less with the host's help.
-    best = last = None
-    besides: list[int] = []  # what each that was compiled took so
+    found: list[Plan] = []
     for within in (without_host(asked), asked):
-        smallest = solve(within, **rules, smallest=True)
-        if smallest is None or (last and _actions(asked, smallest) == last.actions):
-            continue
-        last = compiled(smallest)
-        if last.peak_bytes <= limit:
-            best = last
-            break
-    if last is None:
+        smallest = min(_between(within, rules), key=modelled, default=None)
+        if smallest and _actions(asked, smallest) not in [p.actions for p in found]:
+            found.append(compiled(smallest))
+            if found[-1].peak_bytes <= limit:
+                break
+    if not found:
         raise ValueError(f"max_error must be reachable, got {max_error!r}: no plan is")
-    if best is None:
-        beside = gib(besides[-1])
+    best = min(found, key=lambda plan: plan.peak_bytes)
+    if best.peak_bytes > limit:
+        beside = gib(best.peak_bytes - layers * best.nbytes)
         raise ValueError(
-            f"budget must be {gib(last.peak_bytes)} or more, which the smallest plan "
-            f"takes: {gib(last.nbytes)} in each of {layers} layers, and {beside} "
+            f"budget must be {gib(best.peak_bytes)} or more, which the smallest plan "
+            f"takes: {gib(best.nbytes)} in each of {layers} layers, and {beside} "
             f"beside them; got {gib(limit)}"
         )
-    while len(besides) < _COMPILES:
-        beside = max(besides)
-        solution = solve(asked, **rules, nbytes=(limit - beside) / layers)
-        if solution is None or _actions(asked, solution) == last.actions:
+    while len(rest) < _COMPILES:
+        solution = _fastest(asked, rules, limit - rest[-1], layers, modelled)
+        if solution is None or solution.seconds >= best.seconds:
             break
-        last = compiled(solution, beside)
-        if last.peak_bytes <= limit and last.seconds <= best.seconds:
+        last = compiled(solution)
+        if last.peak_bytes <= limit:
             best = last
         if _NEAR * limit <= last.peak_bytes <= limit:
             break
@@ -191,6 +195,37 @@ def budget_bytes(budget: int | str | None, device: str) -> int:
             f"budget must be within the {gib(memory)} of {device!r}, got {gib(limit)}"
         )
     return limit
+
+
+def _between(asked: Problem, rules: dict[str, float]) -> list[Solution]:
+    """The fastest at sizes of what is stored, from the smallest to what is fastest."""
+    ends = [solve(asked, **rules, smallest=smallest) for smallest in (True, False)]
+    if None in ends:
+        return []
+    low, high = (end.nbytes for end in ends)
+    sizes = (low + (high - low) * k / _SIZES for k in range(1, _SIZES))
+    return [*ends, *(solve(asked, **rules, nbytes=size) for size in sizes)]
+
+
+def _fastest(
+    asked: Problem,
+    rules: dict[str, float],
+    limit: float,
+    layers: int,
+    modelled: Callable[[Solution], int],
+) -> Solution | None:
+    """The fastest whose size, as it is modelled, is within a limit.
+
+    What lives beside what is stored is known of a solution alone: the more that is
+    over the limit, the less is to be stored by the next one.
+    """
+    stored = limit
+    while solution := solve(asked, **rules, nbytes=stored / layers):
+        over = modelled(solution) - limit
+        if over <= 0:
+            break
+        stored = layers * solution.nbytes - over
+    return solution
 
 
 def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:

@@ -1,0 +1,92 @@
+"""What is in memory in a block's backward pass, beside what is stored for it.
+
+In each stage: cotangents, what is decoded, and what was made again. What is encoded,
+and what is elementwise made of that, is decoded for each stage that reads it. What
+expensive operations make again is there from the stage that first needs it, be it to
+make something else again, to the last that reads it. What is elementwise made of it, or
+of what is stored as it is, takes nothing where a matrix product reads it. What lies in
+the host's memory is fetched as the pass begins.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from jaxcompact.graph import Op
+from jaxcompact.kinds import expensive
+from jaxcompact.planner.problem import Option, Problem
+from jaxcompact.planner.stages import loads
+from jaxcompact.policy import Save
+from jaxcompact.replay import Residual, Source
+
+
+def alive(problem: Problem, chosen: Sequence[Option | None]) -> int:
+    """The most bytes in any stage, with an option for each item of a problem.
+
+    None for an item that is made again, or is not needed.
+    """
+    stages, sizes = problem.stages, problem.stages.sizes
+    pairs = zip(problem.items, chosen, strict=True)
+    stored = {item.source: option for item, option in pairs if option}
+    last = {s: max(at) for s in problem.needed if (at := stages.uses.get(s))}
+    first = {s: min(stages.uses[s]) for s in last}
+    need, again = _again(problem, stored, first)
+
+    encoded = {s for s, option in stored.items() if option.action != Save()}
+    away = {s for s, option in stored.items() if option.away}
+    light = stored.keys() | {s for s in need if s not in problem.makers}
+    there = {s for s in need if s in stages.loaded}
+    read = defaultdict(set)  # value -> stages in which it is an operand
+    for op, at in again.items():
+        if expensive(op):
+            there.update(op.outs)
+            for value in op.reads:
+                read[value].add(at)
+                if loads(op):
+                    there.add(value)
+        elif (light | problem.free).issuperset(op.reads):
+            light = light.union(op.outs)
+            if not encoded.isdisjoint(op.reads):
+                encoded.update(op.outs)
+    for op, at in reversed(again.items()):
+        end = at
+        if not expensive(op):  # runs within what reads it
+            end = max([at, *(last.get(v, at) for v in op.outs if v not in there)])
+        last.update({v: max(last.get(v, end), end) for v in op.reads})
+
+    total = list(stages.cotangents)
+    for source in need:
+        if source in away:  # fetched early
+            where = range(last.get(source, need[source]))
+            where = read[source].union(where, stages.operands.get(source, ()))
+        elif source in encoded:
+            where = stages.operands.get(source, frozenset()) | read[source]
+        elif source in light:
+            where = stages.loaded.get(source, ())
+        elif source in there:
+            where = range(need[source], last.get(source, need[source]) + 1)
+        else:
+            where = ()
+        for stage in where:
+            total[stage] += sizes[source]
+    return max(total)
+
+
+def _again(
+    problem: Problem, stored: Collection[Source], need: dict[Source, int]
+) -> tuple[dict[Source, int], dict[Op, int]]:
+    """The stage that first needs each value, and what runs again at which stage."""
+    need, found = dict(need), {}
+    waiting = [s for s in need if s not in stored]
+    while waiting:
+        source = waiting.pop()
+        op = source.op if isinstance(source, Residual) else problem.makers.get(source)
+        if op is None or found.get(op, math.inf) <= need[source]:
+            continue
+        found[op] = need[source]
+        for value in op.reads:
+            if value not in problem.free and need.get(value, math.inf) > found[op]:
+                need[value] = found[op]
+                if value not in stored:
+                    waiting.append(value)
+    return need, {op: found[op] for op in problem.runs if op in found}

@@ -1,0 +1,86 @@
+"""A block's backward pass in stages, each with one expensive operation on cotangents."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxcompact.graph import Op
+from jaxcompact.kinds import expensive
+from jaxcompact.replay import Replay, Residual, Source
+from jaxcompact.schedule import in_order
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a backward pass that finds everything.
+
+    Attributes:
+        cotangents: bytes of them, and of what is made of them, in each stage.
+        uses: source -> the stages that read it.
+        operands: source -> those whose expensive operation reads it, or something
+            elementwise made of it.
+        loaded: those of them whose operation has its operands in memory.
+        sizes: source -> bytes; of all values of the block, and all residuals.
+    """
+
+    cotangents: tuple[int, ...]
+    uses: Mapping[Source, frozenset[int]]
+    operands: Mapping[Source, frozenset[int]]
+    loaded: Mapping[Source, frozenset[int]]
+    sizes: Mapping[Source, int]
+
+
+def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
+    """Of a block, and what its backward pass reads: values and residuals."""
+    graph, sources = replay.finds_everything()
+    cts = graph.inputs[len(sources) :]
+    ops, chain, _ = in_order(graph, cts)
+    below = {v: {s} for v, s in zip(graph.inputs, sources, strict=False)}
+    uses, operands, loaded = (defaultdict(set) for _ in range(3))
+    first, last = dict.fromkeys(cts, 0), {}
+    stage = 0
+    for op in ops:
+        if chain.isdisjoint(op.outs):
+            made_of = set().union(*(below.get(v, ()) for v in op.reads))
+            below.update(dict.fromkeys(op.outs, made_of))
+            continue
+        there = expensive(op)
+        for value in op.reads:
+            for source in below.get(value, ()):
+                uses[source].add(stage)
+                if there:
+                    operands[source].add(stage)
+                if loads(op):
+                    loaded[source].add(stage)
+            if value in chain:
+                last[value] = stage
+                if there:
+                    first.setdefault(value, stage)
+        if there:
+            first.update(dict.fromkeys(op.outs, stage))
+        stage += there
+    cotangents = [0] * (stage + 1)
+    for value, start in first.items():
+        for k in range(start, last.get(value, start) + 1):
+            cotangents[k] += _nbytes(graph.avals[value])
+    sizes = {v: _nbytes(aval) for v, aval in enumerate(replay.graph.avals)}
+    sizes |= {s: _nbytes(aval) for s, aval in replay.avals.items()}
+    found = uses, operands, loaded
+    each = ({s: frozenset(k) for s, k in d.items()} for d in found)
+    needed = {s for s in sources if isinstance(s, int)}
+    needed |= {s for s in sources if isinstance(s, Residual)} - replay.fixed
+    return Stages(tuple(cotangents), *each, sizes), frozenset(needed)
+
+
+def loads(op: Op) -> bool:
+    """Whether an operation's operands are in memory.
+
+    A matrix product is fused with what its operands are elementwise made of.
+    """
+    return expensive(op) and op.kind != "dot_general"
+
+
+def _nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
