@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks/results/architectures.jsonl"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import gpt2  # noqa: E402
+import adacc_gpt2  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import jax_resnet  # noqa: E402
@@ -60,8 +60,8 @@ SEARCHED = ("exact", "recomputed", "GACT 4 bits")  # whose batches are searched 
 
 def gpt2_of(layers: int, width: int, heads: int, batch: int, policy, small) -> Built:
     if small:
-        return gpt2.build(2, 256, 4, batch, 256, policy)
-    return gpt2.build(layers, width, heads, batch, 1024, policy)
+        return adacc_gpt2.build(2, 256, 4, batch, 256, policy)
+    return adacc_gpt2.build(layers, width, heads, batch, 1024, policy)
 
 
 def bert(batch: int, policy, small) -> Built:
@@ -183,7 +183,7 @@ class Model:
     multiple: int
 
     def step(self, batch: int, policy: Any) -> tuple[Callable, tuple]:
-        return gpt2.adam_step(*self.build(batch, policy, False))
+        return adacc_gpt2.adam_step(*self.build(batch, policy, False))
 
 
 MODELS = {

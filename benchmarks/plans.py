@@ -31,7 +31,7 @@ if "actions" not in sys.argv:
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
-from gpt2 import adam_step, build  # noqa: E402
+from adacc_gpt2 import adam_step, build  # noqa: E402
 from step import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402

@@ -1,4 +1,4 @@
-"""Shapes of LLaMA and RoBERTa: the papers', and a tiny one of each for a CPU."""
+"""Shapes of LLaMA, GPT-2 and RoBERTa: the papers', and a tiny one of each for a CPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +63,41 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class GPT2Config:
+    """The shape of a GPT-2; the defaults are those of its smallest.
+
+    Attributes:
+        vocab_size, width, ff, layers, heads, max_seq, norm_eps, init_std: as above. The
+            matrices that end in the residual stream are drawn narrower by sqrt(2 L).
+        dropout: of embeddings and hidden states, in training.
+
+    Raises ValueError for sizes that are not positive ints or do not fit together.
+
+    >>> GPT2Config().head_dim
+    64
+    """
+
+    vocab_size: int = 50257
+    width: int = 768
+    ff: int = 3072
+    layers: int = 12
+    heads: int = 12
+    max_seq: int = 1024
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    dropout: float = 0.1
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "width", "ff", "layers", "heads", "max_seq")
+        _check(self, sizes, ("norm_eps", "init_std"))
+        _check_dropout(self.dropout)
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
 class RobertaConfig:
     """The shape of a RoBERTa; the defaults are roberta-base's.
 
@@ -101,8 +136,7 @@ class RobertaConfig:
         _check(self, sizes, ("norm_eps", "init_std"))
         if type(self.labels) is not int or self.labels < 0:
             raise ValueError(f"labels must be 0 or more, got {self.labels!r}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+        _check_dropout(self.dropout)
 
     @property
     def head_dim(self) -> int:
@@ -128,6 +162,11 @@ def _check(cfg: Any, sizes: tuple[str, ...], positive: tuple[str, ...]) -> None:
         )
 
 
+def _check_dropout(rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {rate!r}")
+
+
 MODELS = {
     # 0.02 would take a narrow model hundreds of steps to grow out of.
     "tiny": ModelConfig(
@@ -140,6 +179,11 @@ MODELS = {
     "7b": ModelConfig(width=4096, ff=11008, layers=32, heads=32),
     "13b": ModelConfig(width=5120, ff=13824, layers=40, heads=40),
     "70b": ModelConfig(width=8192, ff=28672, layers=80, heads=64, kv_heads=8),
+    "gpt2-tiny": GPT2Config(
+        width=128, ff=512, layers=4, heads=4, max_seq=512, init_std=0.08
+    ),
+    "gpt2": GPT2Config(),  # 124 M weights, which papers call 117M
+    "gpt2-medium": GPT2Config(width=1024, ff=4096, layers=24, heads=16),  # 345M
     "roberta-tiny": RobertaConfig(
         width=128, ff=512, layers=4, heads=4, max_seq=256, init_std=0.05
     ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dropout import noise_of
 from roberta import Examples
 from tasks import Example, Task
 from tokenizer import Tokenizer, special_ids
@@ -38,8 +39,7 @@ class Encoded:
             order_n = _order(len(self), seed, int(epoch))
             index_b[here] = order_n[number_b[here] % len(self)]
         index_ab = index_b.reshape(accumulate, -1)
-        noise_a = step * accumulate + np.arange(accumulate, dtype=np.int32)
-        noise_a = noise_a + np.int32(seed * 1_000_003 % 2**30)
+        noise_a = noise_of(seed, step, accumulate)
         return Examples(self.tokens_nt[index_ab], self.target_n[index_ab], noise_a)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -5,22 +5,25 @@ Shapes in names: b batch, t tokens, d width, h heads, k a head's width, v vocabu
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jaxcompact as jc
 from configs import ModelConfig
 from jaxcompact.nnx import Linear
-from loss import next_token_loss
+from layers import (
+    Checkpoint,
+    Decoder,
+    attend,
+    check_length,
+    check_options,
+    default_attention,
+    scan_layers,
+    split,
+)
 from sharding import of_batch
-
-Checkpoint = jc.Policy | Callable[..., Any] | Literal["nothing"] | None
-
-
-split = partial(of_batch, last="tensor")  # over the devices of tensor parallelism
 
 
 class RMSNorm(nnx.Module):
@@ -81,19 +84,8 @@ class Attention(nnx.Module):
         q_bthk = rope(split(self.q(x_btd)).reshape(heads), cos, sin)
         k_bthk = rope(split(self.k(x_btd)).reshape(heads), cos, sin)
         v_bthk = split(self.v(x_btd)).reshape(heads)
-        operands = q_bthk, k_bthk, v_bthk
-        if self.implementation == "xla":
-            # Its gradient mixes float32 with 16-bit operands, which neither strict
-            # promotion nor the speed of a CPU likes.
-            operands = (a.astype(jnp.float32) for a in operands)
-        if callable(self.implementation):
-            mixed_bthk = self.implementation(*operands)
-        else:
-            mixed_bthk = jax.nn.dot_product_attention(
-                *operands, is_causal=True, implementation=self.implementation
-            )
-        mixed_btd = split(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
-        return of_batch(self.o(mixed_btd))
+        mixed_bthk = attend(self.implementation, q_bthk, k_bthk, v_bthk, is_causal=True)
+        return of_batch(self.o(split(mixed_bthk.reshape(x_btd.shape))))
 
 
 class MLP(nnx.Module):
@@ -123,55 +115,7 @@ class Block(nnx.Module):
         return x_btd + self.mlp(self.mlp_norm(x_btd))
 
 
-def default_attention(dtype: Any) -> str:
-    """cuDNN's on a GPU with a 16-bit dtype, else XLA's."""
-    on_gpu = jax.default_backend() == "gpu"
-    return "cudnn" if on_gpu and jnp.dtype(dtype).itemsize == 2 else "xla"
-
-
-def check_options(checkpoint: Any, attention: Any) -> None:
-    """Raises ValueError for what is no `Checkpoint` or no way of attention."""
-    if not (checkpoint in (None, "nothing") or callable(checkpoint)) and not hasattr(
-        checkpoint, "decide"
-    ):
-        raise ValueError(
-            f'checkpoint must be None, "nothing" or a policy, got {checkpoint!r}'
-        )
-    if not (attention in (None, "cudnn", "xla") or callable(attention)):
-        raise ValueError(
-            f'attention must be None, "cudnn", "xla" or a function, got {attention!r}'
-        )
-
-
-def scan_layers(
-    layers: nnx.Module,
-    call: Callable[..., jax.Array],
-    x_btd: jax.Array,
-    checkpoint: Checkpoint,
-    *each: jax.Array,
-) -> jax.Array:
-    """x through stacked layers: ``call(layer, x_btd, *of_each)`` for one after another.
-
-    The first axis of ``each`` is that of the layers too.
-    """
-    graphdef, stack = nnx.split(layers)
-
-    # jax.lax.scan and not nnx.scan: that one also returns the layers' weights,
-    # stacked anew, because they might have changed.
-    def layer(x_btd, of_layer):
-        state, *of_each = of_layer
-        return call(nnx.merge(graphdef, state), x_btd, *of_each), None
-
-    if hasattr(checkpoint, "decide"):
-        layer = jc.checkpoint(layer, policy=checkpoint, params=1, prevent_cse=False)
-    elif checkpoint is not None:
-        policy = None if checkpoint == "nothing" else checkpoint
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
-    x_btd, _ = jax.lax.scan(layer, x_btd, (stack, *each))
-    return x_btd
-
-
-class Llama(nnx.Module):
+class Llama(Decoder):
     """A decoder whose layers are stacked, ``layers/attn/q/kernel`` is (L, n, m).
 
     Args:
@@ -230,20 +174,12 @@ class Llama(nnx.Module):
         self.cfg = cfg
         self.checkpoint = checkpoint
 
-    def __call__(self, tokens_bt: jax.Array) -> jax.Array:
-        """Logits, float32 (b, t, v)."""
-        return self.logits(self.hidden(tokens_bt))
-
     def hidden(self, tokens_bt: jax.Array) -> jax.Array:
         """What the output matrix reads: (b, t, d), after the final norm.
 
         Raises ValueError for sequences longer than ``cfg.max_seq``.
         """
-        cfg, length = self.cfg, tokens_bt.shape[1]
-        if length > cfg.max_seq:
-            raise ValueError(
-                f"tokens_bt must be at most max_seq = {cfg.max_seq} long, got {length}"
-            )
+        cfg, length = self.cfg, check_length(tokens_bt, self.cfg.max_seq)
         tables = rope_tables(length, cfg.head_dim, cfg.rope_theta)
         x_btd = scan_layers(
             self.layers,
@@ -253,16 +189,6 @@ class Llama(nnx.Module):
         )
         return self.norm(x_btd)
 
-    def loss(self, tokens_bt: jax.Array) -> jax.Array:
-        """Mean loss of every token but the first, given those before it."""
-        hidden_btd = self.hidden(tokens_bt[:, :-1])
-        return next_token_loss(hidden_btd, self.output_kernel(), tokens_bt[:, 1:])
-
-    def logits(self, x_btd: jax.Array) -> jax.Array:
-        """Float32 (b, t, v), of what `hidden` returns."""
-        kernel_dv = self.output_kernel().astype(x_btd.dtype)
-        return jnp.matmul(x_btd, kernel_dv, preferred_element_type=jnp.float32)
-
     def output_kernel(self) -> jax.Array:
         """The matrix (d, v) that makes the logits."""
         if self.cfg.tied:
@@ -270,7 +196,7 @@ class Llama(nnx.Module):
         return self.head.kernel[...]
 
 
-def generate(model: Llama, ids: list[int], count: int) -> list[int]:
+def generate(model: Decoder, ids: list[int], count: int) -> list[int]:
     """The ``count`` likeliest ids, one by one, after ``ids``. Keeps no cache."""
     total = len(ids) + count
 

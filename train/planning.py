@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxcompact as jc
 from attention import flash
-from llama import default_attention
+from layers import default_attention
 from pretrain_options import PlanOptions
+from training import State
 
 FIRST = 16  # updates before a plan is looked at again
 WORSE = 1.1  # times the error that it was made with
@@ -48,7 +50,7 @@ class Planner:
     def measure(self, params: Any, tokens_bt: np.ndarray) -> jc.Sensitivity:
         """What encoding does to the gradient now. Compiled once."""
         length = tokens_bt.shape[1] - 1
-        tokens_bt = jax.numpy.asarray(tokens_bt[: max(1, TOKENS // length)])
+        tokens_bt = jnp.asarray(tokens_bt[: max(1, TOKENS // length)])
 
         # What is kept for the next time are not these weights.
         shapes = jax.eval_shape(lambda *args: args, params, tokens_bt)
@@ -59,7 +61,8 @@ class Planner:
             training = self.make_training(policy=policy, attention=own)
 
             def gradient(params, tokens_bt):
-                return training.value_and_grad(params, tokens_bt, step=0)[1]
+                state = State(jnp.int32(0), params, opt_state=None)
+                return training.gradients(state, tokens_bt[None])[1]
 
             return gradient, shapes
 

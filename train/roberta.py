@@ -15,8 +15,18 @@ import optax
 from flax import nnx
 
 from configs import RobertaConfig
+from dropout import dropout
 from jaxcompact.nnx import Linear
-from llama import Checkpoint, check_options, default_attention, scan_layers
+from layers import (
+    MLP,
+    Attention,
+    Checkpoint,
+    LayerNorm,
+    check_length,
+    check_options,
+    default_attention,
+    scan_layers,
+)
 from loss import next_token_loss
 from masking import mask_words
 
@@ -30,24 +40,6 @@ class Examples(NamedTuple):
     tokens_bt: jax.Array  # int32, padded on the right
     target_b: jax.Array  # int32, float32 or bool
     noise: jax.Array  # shape=(), int32: what dropout is drawn from
-
-
-class LayerNorm(nnx.Module):
-    """Float32 inside, one cast out."""
-
-    def __init__(self, width: int, eps: float, *, param_dtype: Any):
-        self.scale = nnx.Param(jnp.ones(width, param_dtype))
-        self.bias = nnx.Param(jnp.zeros(width, param_dtype))
-        self.eps = eps
-
-    def __call__(self, x_btd: jax.Array) -> jax.Array:
-        x = x_btd.astype(jnp.float32)
-        x -= jnp.mean(x, axis=-1, keepdims=True)
-        x *= jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + self.eps)
-        scale, bias = (
-            p[...].astype(jnp.float32)[None, None] for p in (self.scale, self.bias)
-        )
-        return (x * scale + bias).astype(x_btd.dtype)
 
 
 class Embed(nnx.Module):
@@ -76,49 +68,20 @@ class Embed(nnx.Module):
         return self.norm(x_btd).astype(self.dtype)
 
 
-class Attention(nnx.Module):
-    def __init__(self, cfg: RobertaConfig, linear: Callable, implementation: str):
-        self.q, self.k, self.v, self.o = (
-            linear(cfg.width, cfg.width) for _ in range(4)
-        )
-        self.head_dim, self.implementation = cfg.head_dim, implementation
-
-    def __call__(self, x_btd: jax.Array, length_b: jax.Array) -> jax.Array:
-        heads = (*x_btd.shape[:2], -1, self.head_dim)
-        operands = (f(x_btd).reshape(heads) for f in (self.q, self.k, self.v))
-        if self.implementation == "xla":  # why: see llama.Attention
-            operands = (a.astype(jnp.float32) for a in operands)
-        # Queries at padding see the sequence too: nobody reads what they find.
-        mixed_bthk = jax.nn.dot_product_attention(
-            *operands,
-            key_value_seq_lengths=length_b,
-            implementation=self.implementation,
-        )
-        return self.o(mixed_bthk.astype(x_btd.dtype).reshape(x_btd.shape))
-
-
-class MLP(nnx.Module):
-    def __init__(self, cfg: RobertaConfig, linear: Callable):
-        self.up = linear(cfg.width, cfg.ff)
-        self.down = linear(cfg.ff, cfg.width)
-
-    def __call__(self, x_btd: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x_btd), approximate=False))
-
-
 class Block(nnx.Module):
     def __init__(
         self, cfg: RobertaConfig, linear: Callable, norm: Callable, attention: str
     ):
         self.attn = Attention(cfg, linear, attention)
         self.attn_norm = norm()
-        self.mlp = MLP(cfg, linear)
+        self.mlp = MLP(cfg, linear, tanh=False)
         self.mlp_norm = norm()
 
     def __call__(
         self, x_btd: jax.Array, length_b: jax.Array, drop: Callable
     ) -> jax.Array:
-        x_btd = self.attn_norm(x_btd + drop(self.attn(x_btd, length_b), 0))
+        attn_btd = self.attn(x_btd, key_value_seq_lengths=length_b)
+        x_btd = self.attn_norm(x_btd + drop(attn_btd, 0))
         return self.mlp_norm(x_btd + drop(self.mlp(x_btd), 1))
 
 
@@ -203,22 +166,20 @@ class Roberta(nnx.Module):
             x_btd = self.words(x_btd)
             logits = jnp.matmul(x_btd, kernel_dv, preferred_element_type=jnp.float32)
             return logits + self.words.bias[...].astype(jnp.float32)[None, None]
-        drop = self._dropout(noise, self.cfg.layers + 1)
+        drop = dropout(self.cfg.dropout, noise, self.cfg.layers + 1)
         return self.head(x_btd[:, 0], drop).astype(jnp.float32)
 
     def hidden(self, tokens_bt: jax.Array, noise: jax.Array | None = None) -> jax.Array:
         """(b, t, d) after the last layer. Raises ValueError for what is too long."""
-        cfg, length = self.cfg, tokens_bt.shape[1]
-        if length > cfg.max_seq:
-            raise ValueError(
-                f"tokens_bt must be at most max_seq = {cfg.max_seq} long, got {length}"
-            )
+        cfg = self.cfg
+        check_length(tokens_bt, cfg.max_seq)
         length_b = jnp.sum((tokens_bt != cfg.pad_id).astype(jnp.int32), axis=1)
 
         def layer(block, x_btd, index):
-            return block(x_btd, length_b, self._dropout(noise, index))
+            return block(x_btd, length_b, dropout(cfg.dropout, noise, index))
 
-        x_btd = self._dropout(noise, cfg.layers)(self.embed(tokens_bt), 0)
+        drop = dropout(cfg.dropout, noise, cfg.layers)
+        x_btd = drop(self.embed(tokens_bt), 0)
         numbers = jnp.arange(cfg.layers)
         return scan_layers(self.layers, layer, x_btd, self.checkpoint, numbers)
 
@@ -252,16 +213,3 @@ class Roberta(nnx.Module):
         kernel_dv = jnp.concatenate([self.embed.embedding[...].T, bias_1v])
         x_btd = jnp.concatenate([x_btd, ones_bt1], axis=-1)
         return next_token_loss(x_btd, kernel_dv, targets_bt)
-
-    def _dropout(self, noise: jax.Array | None, place: int | jax.Array) -> Callable:
-        """``(x, n) -> x``: the n-th of a place, which is a layer or what follows."""
-        rate = self.cfg.dropout
-        if noise is None or rate == 0:
-            return lambda x, n: x
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), noise), place)
-
-        def drop(x, n):
-            kept = jax.random.bernoulli(jax.random.fold_in(key, n), 1 - rate, x.shape)
-            return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
-
-        return drop

@@ -12,12 +12,14 @@ import optax
 from flax import nnx
 
 import methods
-from configs import ModelConfig, RobertaConfig
+from configs import GPT2Config, ModelConfig, RobertaConfig
+from dropout import noise_of
+from gpt2 import Gpt2, Text
 from llama import Llama
 from methods import Method
 from roberta import Roberta
 
-MODEL = {ModelConfig: Llama, RobertaConfig: Roberta}
+MODEL = {ModelConfig: Llama, GPT2Config: Gpt2, RobertaConfig: Roberta}
 
 
 class State(NamedTuple):
@@ -32,8 +34,8 @@ class Training:
     """How one method trains one model. Every method is pure and made to be jitted.
 
     ``schedule`` maps the number of updates made to the learning rate; ``seed`` makes
-    initial weights and projections; ``attention`` as in `Llama`; ``policy`` takes the
-    place of what the method's ``checkpoint`` names, such as a plan.
+    initial weights, projections and dropout; ``attention`` as in `Llama`; ``policy``
+    takes the place of what the method's ``checkpoint`` names, such as a plan.
 
     Raises ValueError where model and method do not fit, a rank above a width.
 
@@ -47,7 +49,7 @@ class Training:
 
     def __init__(
         self,
-        cfg: ModelConfig | RobertaConfig,
+        cfg: ModelConfig | GPT2Config | RobertaConfig,
         method: Method,
         schedule: optax.Schedule,
         *,
@@ -60,6 +62,7 @@ class Training:
         policy: Any = None,
     ):
         self.cfg, self.method, self.schedule = cfg, method, schedule
+        self.seed = seed
         self.dtype = jnp.dtype(dtype)
         self.make_model = lambda: MODEL[type(cfg)](
             cfg,
@@ -99,8 +102,11 @@ class Training:
         """Loss and gradients, the means over the microbatches, summed in float32.
 
         The microbatches are the first axis of every leaf. Compact's gradients are
-        sketches, and are summed as such.
+        sketches, and are summed as such. A GPT-2's hidden states drop out, as a
+        function of (seed, step, microbatch); in `loss` itself they do not.
         """
+        if isinstance(self.cfg, GPT2Config):
+            batches = Text(batches, noise_of(self.seed, state.step, len(batches)))
         count = len(jax.tree.leaves(batches)[0])
         first = jax.tree.map(lambda x: x[0], batches)
         if count == 1:
