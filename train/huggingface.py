@@ -1,15 +1,17 @@
 """Hugging Face folders: tensors in safetensors files, in and out.
 
 Parameters are those of models whose layers are stacked: ``layers/...`` is a tensor for
-each layer there, and a kernel (n, m) is (m, n).
+each layer there, and a kernel (n, m) is (m, n), or of a GPT-2's Conv1D (n, m) too.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -34,6 +36,22 @@ def folder_of(weights: str | Path) -> Path:
             f"{weights}: cannot be had from the Hugging Face hub: no network, or no "
             f"such model ({type(error).__name__}: {error})"
         ) from error
+
+
+def read_config(
+    path: Path, fixed: dict[str, Any], needed: Iterable[str]
+) -> dict[str, Any]:
+    """Raises ValueError for a field that must be another, or that is missing."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for field, only in fixed.items():
+        if config.get(field, only) != only:
+            raise ValueError(
+                f"{field} in {path} must be {only!r}, got {config[field]!r}"
+            )
+    for field in needed:
+        if field not in config:
+            raise ValueError(f"{field} is missing in {path}")
+    return config
 
 
 def open_tensors(directory: Path) -> dict[str, Callable[[], np.ndarray]]:
@@ -70,14 +88,16 @@ def read_parameter(
     path: str,
     names: list[str],
     shape: tuple[int, ...],
+    transpose: bool = True,
 ) -> np.ndarray:
     """A parameter of the tensors that make it up: of each layer, if there are layers.
 
-    Raises ValueError for a tensor of another shape.
+    ``transpose`` is for kernels. Raises ValueError for a tensor of another shape.
     """
     stacked = path.startswith("layers/")
     want = shape[1:] if stacked else shape
-    if path.endswith("kernel"):
+    transpose = transpose and path.endswith("kernel")
+    if transpose:
         want = want[::-1]
     parts = []
     for name in names:
@@ -87,24 +107,41 @@ def read_parameter(
                 f"{name} in {directory} must have shape {want} by config.json, "
                 f"got {part.shape}"
             )
-        parts.append(transposed(path, part))
+        parts.append(part.T if transpose else part)
     return np.stack(parts) if stacked else parts[0]
 
 
+def filled(
+    make_model: Callable[[], nnx.Module],
+    value: Callable[[str, tuple[int, ...]], np.ndarray],
+) -> nnx.Module:
+    """A model whose parameters are ``value(path, shape)``."""
+    graphdef, params = nnx.split(nnx.eval_shape(make_model))
+
+    def leaf(path, param):
+        return jnp.asarray(value(path_name(path), param.shape), param.dtype)
+
+    return nnx.merge(graphdef, jax.tree.map_with_path(leaf, params))
+
+
 def write_tensors(
-    model: nnx.Module, names: Callable[[str], list[str]], directory: Path
+    params: Any,
+    names: Callable[[str], list[str]],
+    directory: Path,
+    transpose: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Writes the parameters to ``model.safetensors``, by ``names(path)`` of theirs."""
+    """Writes parameters to ``model.safetensors``, by ``names(path)`` of theirs."""
     numpy = require("safetensors.numpy", str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
-    for key_path, param in jax.tree.leaves_with_path(nnx.state(model, nnx.Param)):
+    for key_path, param in jax.tree.leaves_with_path(params):
         path, parts = path_name(key_path), np.asarray(param)
         if not path.startswith("layers/"):
             parts = parts[None]
         for name, part in zip(names(path), parts, strict=True):
             # Contiguous, or safetensors writes the matrix as if not transposed.
-            tensors[name] = np.ascontiguousarray(transposed(path, part))
+            part = transposed(path, part) if transpose else part
+            tensors[name] = np.ascontiguousarray(part)
     numpy.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     return tensors
 

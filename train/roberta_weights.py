@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import huggingface
 from configs import RobertaConfig
 from huggingface import open_tensors, read_parameter, require_tensors, write_tensors
 from jaxcompact.paths import path_name
@@ -73,15 +74,8 @@ def read_config(directory: str | Path) -> RobertaConfig:
     do.
     """
     path = Path(directory) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for field, only in _FIXED.items():
-        if config.get(field, only) != only:
-            raise ValueError(
-                f"{field} in {path} must be {only!r}, got {config[field]!r}"
-            )
     needed = [*_FIELDS.values(), "max_position_embeddings"]
-    if missing := [field for field in needed if field not in config]:
-        raise ValueError(f"{', '.join(missing)} missing in {path}")
+    config = huggingface.read_config(path, _FIXED, needed)
     fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
     fields["max_seq"] = config["max_position_embeddings"] - config["pad_token_id"] - 1
     fields["multi_label"] = config.get("problem_type") == _MULTI_LABEL
@@ -149,7 +143,8 @@ def save_roberta(
     ``labels`` names the classes.
     """
     directory, cfg = Path(directory), model.cfg
-    tensors = write_tensors(model, lambda path: _names(path, cfg), directory)
+    params = nnx.state(model, nnx.Param)
+    tensors = write_tensors(params, lambda path: _names(path, cfg), directory)
     kind = "ForSequenceClassification" if cfg.labels else "ForMaskedLM"
     config = {
         "architectures": [f"Roberta{kind}"],

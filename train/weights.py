@@ -6,18 +6,19 @@ save_llama(model, "another/folder")
 
 import json
 import math
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from configs import ModelConfig
 from huggingface import (
+    filled,
     open_tensors,
+    read_config,
     read_parameter,
     require_tensors,
     some,
@@ -86,13 +87,14 @@ def load_llama(directory: str | Path, **model_kwargs: Any) -> Llama:
     def value(path: str, shape: tuple[int, ...]) -> np.ndarray:
         return read_parameter(directory, tensors, path, _names(path, cfg), shape)
 
-    return _build(cfg, value, **model_kwargs)
+    return filled(partial(_make, cfg, **model_kwargs), value)
 
 
 def save_llama(model: Llama, directory: str | Path) -> None:
     """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype."""
     directory, cfg = Path(directory), model.cfg
-    tensors = write_tensors(model, lambda path: _names(path, cfg), directory)
+    params = nnx.state(model, nnx.Param)
+    tensors = write_tensors(params, lambda path: _names(path, cfg), directory)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -153,29 +155,16 @@ def load_llama2c(path: str | Path, **model_kwargs: Any) -> Llama:
             kernel = pairs.swapaxes(2, 3).reshape(kernel.shape)
         return transposed(path, kernel)
 
-    return _build(cfg, value, **model_kwargs)
+    return filled(partial(_make, cfg, **model_kwargs), value)
 
 
-def _build(
-    cfg: ModelConfig,
-    value: Callable[[str, tuple[int, ...]], np.ndarray],
-    **model_kwargs: Any,
-) -> Llama:
-    """A model whose parameters are ``value(path, shape)``."""
-    graphdef, params = nnx.split(_abstract(cfg, **model_kwargs))
-
-    def filled(path, param):
-        return jnp.asarray(value(path_name(path), param.shape), param.dtype)
-
-    return nnx.merge(graphdef, jax.tree.map_with_path(filled, params))
-
-
-def _abstract(cfg: ModelConfig, **model_kwargs: Any) -> Llama:
-    return nnx.eval_shape(lambda: Llama(cfg, rngs=nnx.Rngs(0), **model_kwargs))
+def _make(cfg: ModelConfig, **model_kwargs: Any) -> Llama:
+    return Llama(cfg, rngs=nnx.Rngs(0), **model_kwargs)
 
 
 def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    params = jax.tree.leaves_with_path(nnx.state(_abstract(cfg)))
+    model = nnx.eval_shape(lambda: _make(cfg))
+    params = jax.tree.leaves_with_path(nnx.state(model))
     return {path_name(path): param.shape for path, param in params}
 
 
@@ -187,12 +176,8 @@ def _names(path: str, cfg: ModelConfig) -> list[str]:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    config = json.loads(path.read_text())
-    for field, only in _FIXED.items():
-        if config.get(field, only) != only:
-            raise ValueError(
-                f"{field} in {path} must be {only!r}, got {config[field]!r}"
-            )
+    needed = [theirs for ours, theirs in _FIELDS.items() if ours not in _OPTIONAL]
+    config = read_config(path, _FIXED, needed)
     # transformers 5 writes rope_parameters, earlier ones rope_theta.
     rope = {"rope_theta": config.get("rope_theta", 1e4)}
     rope |= config.get("rope_parameters") or {}
@@ -202,12 +187,7 @@ def _read_config(path: Path) -> ModelConfig:
             f"rope_parameters in {path} must be of rope_type 'default' and have no "
             f"more than rope_theta, got {config['rope_parameters']!r}"
         )
-    fields = {}
-    for ours, theirs in _FIELDS.items():
-        if theirs in config:
-            fields[ours] = config[theirs]
-        elif ours not in _OPTIONAL:
-            raise ValueError(f"{theirs} is missing in {path}")
+    fields = {o: config[theirs] for o, theirs in _FIELDS.items() if theirs in config}
     try:
         cfg = ModelConfig(rope_theta=theta, **fields)
     except ValueError as error:
