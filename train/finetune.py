@@ -15,10 +15,8 @@ pretrain.py --model roberta-tiny --export makes some.
 A run writes runs/TASK/METHOD/, as pretrain.py does, and resumes and exits like it.
 """
 
-import functools
 import math
 import sys
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +35,7 @@ import summary
 from checkpoint import Checkpoints
 from examples import Encoded, encode
 from finetune_options import Config
-from folders import begin_folder, find_start
+from folders import begin_folder, crc, find_start
 from hosts import Interrupt
 from huggingface import folder_of
 from metrics import Log
@@ -180,15 +178,10 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         "steps": steps,
         "batch_size": config.batch_size,
         "labels": list(data.splits.task.labels),
-        "data_and_weights": f"{_crc(everything):08x}",
+        "data_and_weights": f"{crc(everything):08x}",
     }
     start = find_start(config, fixed, abstract)
     return Job(config, training, fixed, start, steps, params, abstract, batch)
-
-
-def _crc(arrays: list[np.ndarray]) -> int:
-    add = lambda crc, x: zlib.crc32(np.ascontiguousarray(x).view(np.uint8), crc)  # noqa: E731
-    return functools.reduce(add, arrays, 0)
 
 
 def warmup_line(peak: float, steps: int, warmup: float) -> optax.Schedule:

@@ -1,11 +1,15 @@
 """The folder of a run: which run it holds, and from where that can go on."""
 
+import functools
 import json
 import shutil
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import hosts
 from checkpoint import Checkpoints
@@ -69,3 +73,9 @@ def told(error: Exception, folder: Path) -> str:
     if not steps:
         return f"{what}; there is no checkpoint yet"
     return f"{what}; the last good checkpoint is step {steps[-1]}, {checkpoints.folder}"
+
+
+def crc(arrays: Iterable[np.ndarray]) -> int:
+    """A checksum of all their bytes."""
+    add = lambda crc, x: zlib.crc32(np.ascontiguousarray(x).view(np.uint8), crc)  # noqa: E731
+    return functools.reduce(add, arrays, 0)

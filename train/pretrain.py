@@ -1,10 +1,11 @@
-"""Pretrain a LLaMA, or a RoBERTa by masked words.
+"""Pretrain a LLaMA or a GPT-2, or a RoBERTa by masked words.
 
     python train/pretrain.py                      # tiny: exact and compact, compared
     python train/pretrain.py --method compact --rank 0.5 --bits 4 --data book.txt
     python train/pretrain.py --method compact --resume
     python train/pretrain.py --model 350m --memory-budget 7GiB
     python train/pretrain.py --mesh fsdp=4,tensor=2      # of 8 devices
+    python train/pretrain.py --weights gpt2/ --lr 1e-4 --data book.txt    # goes on
     python train/pretrain.py --model roberta-tiny --tokenizer roberta:8192 --export
     python train/pretrain.py --help
 
@@ -33,10 +34,11 @@ import hosts
 import jaxcompact as jc
 import planning
 import pretrain_options
+import pretrained
 import sharding
 import summary
 from checkpoint import Checkpoints
-from configs import MODELS, RobertaConfig
+from configs import RobertaConfig
 from data import Dataset
 from data import prepare as prepare_data
 from folders import begin_folder, find_start
@@ -44,11 +46,9 @@ from hosts import Interrupt
 from metrics import Log
 from planning import Planner
 from pretrain_options import Config
-from roberta_weights import save_roberta
+from pretrained import Pretrained
 from runs import compile_step, in_turn, save_finite
-from tokenizer import special_ids
 from training import State, Training, warmup_cosine
-from weights import save_llama
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = configs[0].device
         if device.coordinator:
             hosts.join(device.coordinator, device.processes, device.process)
-        dataset = load_data(configs[0])
+        model = configs[0].model
+        begin = (
+            pretrained.load(model.weights, model.param_dtype) if model.weights else None
+        )
+        dataset = load_data(configs[0], begin)
         print(dataset.report, flush=True)
-        jobs = [prepare(config, dataset) for config in configs]
+        jobs = [prepare(config, dataset, begin) for config in configs]
         if configs[0].plan.explain_plan:
             print("\n\n".join(f"{j.config.method.name}: {j.plan}" for j in jobs))
             return 0
@@ -81,12 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def load_data(config: Config) -> Dataset:
+def load_data(config: Config, begin: Pretrained | None = None) -> Dataset:
     data = config.data
+    tokenizer = data.tokenizer or (begin.tokenizer if begin else "bytes")
     max_tokens = data.max_tokens
     if max_tokens is None and (data.data or "").startswith("hf:"):
         max_tokens = config.optimizer.steps * data.batch_size * data.seq_len
-    return prepare_data(data.data, data.tokenizer, max_tokens=max_tokens)
+    return prepare_data(data.data, tokenizer, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)
@@ -101,20 +106,21 @@ class Job:
     start: int  # 0, or the step of the checkpoint to continue from
     abstract: State  # shapes, dtypes and shardings
     tokens_abt: jax.ShapeDtypeStruct  # of a step
+    params: Any  # the first, on the host; None for the seed's
 
 
-def prepare(config: Config, dataset: Dataset) -> Job:
+def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -> Job:
     """Finds whatever is wrong before anything is trained. Raises ValueError."""
     model, opt, data = config.model, config.optimizer, config.data
-    cfg = replace(MODELS[model.model], vocab_size=dataset.vocab_size)
-    if isinstance(cfg, RobertaConfig):
-        cfg = replace(cfg, **special_ids(dataset.tokenizer))
-        if config.plan.memory_budget:
-            raise ValueError(f"--memory-budget plans for a LLaMA, got {model.model}")
+    cfg = pretrained.shape_of(model, dataset.tokenizer, begin)
+    if config.plan.memory_budget and isinstance(cfg, RobertaConfig):
+        raise ValueError(
+            f"--memory-budget plans for a LLaMA or a GPT-2, got {model.name}"
+        )
     if data.seq_len > cfg.max_seq:
         raise ValueError(
             f"--seq-len must be at most {cfg.max_seq}, the longest sequence of "
-            f"{model.model}, got {data.seq_len}"
+            f"{model.name}, got {data.seq_len}"
         )
     mesh = sharding.make_mesh(config.device.mesh)
     shares = sharding.shares_of_batch(mesh)
@@ -159,11 +165,12 @@ def prepare(config: Config, dataset: Dataset) -> Job:
         step = jax.jit(make_training(policy=policy).step, donate_argnums=0)
         return step, (abstract, tokens_abt)
 
+    params = begin.params if begin else None
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
     plan = first_plan(
         config,
         planner,
-        jax.jit(make_training().init),
+        functools.partial(jax.jit(make_training().init), params),
         read_batch(config, dataset, 0)[0],
     )
     fixed = config.fixed() | {
@@ -171,6 +178,7 @@ def prepare(config: Config, dataset: Dataset) -> Job:
         "memory_budget": config.plan.memory_budget,
         "max_error": config.plan.max_error if config.plan.memory_budget else None,
         "dtype": dtype,
+        "weights": begin.name if begin else None,
         "tokenizer": dataset.tokenizer.name,
         "train_tokens": len(dataset.train),
     }
@@ -179,7 +187,9 @@ def prepare(config: Config, dataset: Dataset) -> Job:
     if start and config.plan.memory_budget:
         plan = planning.in_force(config.folder, start)
     training = make_training(policy=plan)
-    return Job(config, training, plan, planner, fixed, start, abstract, tokens_abt)
+    return Job(
+        config, training, plan, planner, fixed, start, abstract, tokens_abt, params
+    )
 
 
 def first_plan(
@@ -276,8 +286,7 @@ def export(job: Job, state: State, dataset: Dataset) -> None:
     """Writes the weights, and the tokenizer, as Hugging Face has them."""
     folder = job.config.folder / "weights"
     model = job.training.model(state.params)
-    save = save_roberta if isinstance(model.cfg, RobertaConfig) else save_llama
-    save(model, folder)
+    pretrained.save(model, folder)
     dataset.tokenizer.save(folder)
     print(f"weights: {folder}", flush=True)
 
@@ -296,7 +305,9 @@ def replanned(
 
 def init(job: Job) -> State:
     shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
-    return jax.jit(job.training.init, out_shardings=shardings)()
+    params = job.params and jax.device_put(job.params, shardings.params)
+    make = jax.jit(job.training.init, donate_argnums=0, out_shardings=shardings)
+    return make(params)
 
 
 def read_batch(

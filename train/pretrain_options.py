@@ -22,10 +22,23 @@ from sharding import parse_mesh
 
 @dataclass(frozen=True)
 class ModelOptions:
-    model: str = option(
-        "tiny",
-        "shape: a LLaMA, or a RoBERTa that learns masked words",
+    model: str | None = option(
+        None,
+        "shape of a LLaMA, a GPT-2, or a RoBERTa, which learns masked words "
+        "(default: tiny)",
         choices=tuple(MODELS),
+    )
+    weights: str | None = option(
+        None,
+        "trained ones of a LLaMA or GPT-2 to go on from, in place of --model: a folder "
+        "with config.json, model.safetensors and tokenizer.json, such as --export "
+        "writes, or hf:NAME of the hub",
+    )
+    dropout: float | None = option(
+        None,
+        "of a GPT-2's hidden states in training (default: 0.1, or what the weights' "
+        "config.json says)",
+        float,
     )
     dtype: str | None = option(
         None,
@@ -35,6 +48,18 @@ class ModelOptions:
     param_dtype: str = option(
         "float32", "of the parameters", choices=("float32", "bfloat16")
     )
+
+    def __post_init__(self):
+        if self.model and self.weights:
+            raise ValueError("--weights has a shape of its own: --model excludes it")
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"--dropout must be in [0, 1), got {self.dropout}")
+
+    @property
+    def name(self) -> str:
+        if self.weights:
+            return Path(self.weights.removeprefix("hf:")).resolve().name
+        return self.model or "tiny"
 
 
 @dataclass(frozen=True)
@@ -104,9 +129,10 @@ class DataOptions:
         "a file or directory of text, JSON lines (also .gz, .xz, .zst) or Parquet, or "
         "hf:allenai/c4 (default: the source of Python's standard library)",
     )
-    tokenizer: str = option(
-        "bytes",
-        "bytes, bpe:8192, roberta:8192 for a RoBERTa, or the path of a tokenizer.json",
+    tokenizer: str | None = option(
+        None,
+        "bytes, bpe:8192, roberta:8192 for a RoBERTa, or the path of a tokenizer.json "
+        "(default: that of --weights, else bytes)",
     )
     max_tokens: int | None = option(
         None, "of the training text to read (default: all; of hf: what is needed)", int
@@ -180,16 +206,17 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        out = self.output.out or Path("runs") / self.model.model
+        out = self.output.out or Path("runs") / self.model.name
         return out / self.method.name
 
     def fixed(self) -> dict[str, Any]:
         """What a resumed run must have in common with its beginning."""
         parts = (self.model, self.method, self.optimizer, self.data)
         together = {k: v for part in parts for k, v in asdict(part).items()}
-        # The data is known by what is in it, not by its path: see pretrain.prepare.
-        others = ("data", "tokenizer", "max_skipped")
-        return {k: v for k, v in together.items() if k not in others}
+        # Data and weights are known by what is in them: see pretrain.prepare.
+        others = ("data", "weights", "tokenizer", "max_skipped")
+        kept = {k: v for k, v in together.items() if k not in others}
+        return kept | {"model": self.model.name}
 
 
 def parse(argv: Sequence[str] | None = None) -> list[Config]:
@@ -203,7 +230,7 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
         "devices": DeviceOptions,
         "output": OutputOptions,
     }
-    description = "Pretrain a LLaMA, or a RoBERTa by masked words."
+    description = "Pretrain a LLaMA or a GPT-2, or a RoBERTa by masked words."
     model, method, plan, optimizer, data, device, output = read(
         "pretrain.py", description, parts, argv
     )
