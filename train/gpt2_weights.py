@@ -111,6 +111,8 @@ def save_gpt2(model: Gpt2, directory: str | Path) -> None:
     tensors = write_tensors(
         params, lambda path: _names(path, cfg, _PREFIX), directory, transpose=False
     )
+    # What transformers takes if nothing is said, which few vocabularies have.
+    end = 50256 if cfg.vocab_size > 50256 else None
     config = {
         "architectures": ["GPT2LMHeadModel"],
         **{field: value for field, value in _FIXED.items() if value is not None},
@@ -119,6 +121,8 @@ def save_gpt2(model: Gpt2, directory: str | Path) -> None:
         "embd_pdrop": cfg.dropout,
         "resid_pdrop": cfg.dropout,
         "attn_pdrop": 0.0,
+        "bos_token_id": end,
+        "eos_token_id": end,
         "torch_dtype": tensors[_PREFIX + _WORDS].dtype.name,
     }
     text = json.dumps(config, indent=2) + "\n"

@@ -400,4 +400,4 @@ def test_masked_words_need_robertas_tokens_and_no_planner(tmp_path, capsys):
     assert "has no <s>, <pad>, </s>, <mask>" in capsys.readouterr().err
     planned = [*given, "--tokenizer", "roberta:300", "--memory-budget", "1GiB"]
     assert pretrain.main(planned) == 2
-    assert "--memory-budget plans for a LLaMA" in capsys.readouterr().err
+    assert "--memory-budget plans for a LLaMA or a GPT-2" in capsys.readouterr().err

@@ -86,9 +86,10 @@ def test_what_is_written_is_what_was_read(tmp_path):
     assert_equal_parameters(again, model)
     theirs, ours = (json.loads((f / "config.json").read_text()) for f in (GOLDEN, new))
     assert set(ours) - set(theirs) <= {"torch_dtype"}  # of transformers 4
-    # Attention's own weights have no dropout here.
+    # Attention's own weights have no dropout here, and a model knows no special ids.
     differ = {field for field in theirs.keys() & ours if theirs[field] != ours[field]}
-    assert differ == {"attn_pdrop"} and ours["attn_pdrop"] == 0
+    assert differ == {"attn_pdrop", "bos_token_id", "eos_token_id"}
+    assert ours["attn_pdrop"] == 0 and ours["eos_token_id"] is None
 
 
 def test_bfloat16_is_written_as_such(tmp_path):

@@ -14,19 +14,20 @@ import pytest
 import jaxcompact as jc
 import planning
 from attention import flash
-from configs import ModelConfig
+from configs import GPT2Config, ModelConfig
 from jaxcompact.planner.block import block_of
 from methods import Method
 from pretrain_options import PlanOptions
-from training import Training
+from training import State, Training
 
 CONFIG = ModelConfig(vocab_size=64, width=64, ff=128, layers=2, heads=2)
+GPT2 = GPT2Config(vocab_size=64, width=64, ff=128, layers=2, heads=2)
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 17), dtype=np.int32)
 
 
-def planner(method="exact", **options):
+def planner(method="exact", cfg=CONFIG, **options):
     make_training = functools.partial(
-        Training, CONFIG, Method(method), optax.constant_schedule(1e-3)
+        Training, cfg, Method(method), optax.constant_schedule(1e-3)
     )
 
     def make_step(policy):
@@ -43,9 +44,16 @@ def relative(a, b):
     return float(norm(jax.tree.map(jnp.subtract, a, b)) / norm(b))
 
 
-@pytest.mark.parametrize("method", ["exact", "compact"])
-def test_what_it_measures_is_the_methods_gradient(method, optax_promotion):
-    made = planner(method)
+@pytest.mark.parametrize(
+    "method, cfg",
+    [
+        ("exact", CONFIG),
+        ("compact", CONFIG),
+        pytest.param("exact", GPT2, marks=pytest.mark.slow),  # with dropout
+    ],
+)
+def test_what_it_measures_is_the_methods_gradient(method, cfg, optax_promotion):
+    made = planner(method, cfg)
     training = made.make_training()
     params = training.init().params
     found = made.measure(params, TOKENS)
@@ -54,7 +62,8 @@ def test_what_it_measures_is_the_methods_gradient(method, optax_promotion):
     lossy = made.make_training(policy=jc.Policy(rules, default=found.base))
 
     def gradient(training):
-        return training.value_and_grad(params, jnp.asarray(TOKENS), step=0)[1]
+        state = State(jnp.int32(0), params, None)
+        return training.gradients(state, jnp.asarray(TOKENS)[None])[1]
 
     error = relative(gradient(lossy), gradient(training))
     assert found.error(rules) == pytest.approx(error, rel=0.15)
