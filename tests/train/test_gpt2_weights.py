@@ -97,9 +97,8 @@ def test_bfloat16_is_written_as_such(tmp_path):
     save_gpt2(model, tmp_path)
     tensors = safetensors.load_file(tmp_path / "model.safetensors")
     assert {x.dtype.name for x in tensors.values()} == {"bfloat16"}
-    assert (
-        json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    )
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16"
     assert_equal_parameters(load_gpt2(tmp_path, param_dtype=jnp.bfloat16), model)
 
 
