@@ -1,4 +1,4 @@
-"""A block's backward pass in stages, each with one expensive operation on cotangents."""
+"""A backward pass in stages, each with one expensive operation on cotangents."""
 
 import math
 from collections import defaultdict

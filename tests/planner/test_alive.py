@@ -82,7 +82,7 @@ def test_by_hand(asked, name):
 
 def test_it_is_what_the_program_takes(asked):
     rest, without = [], []
-    for name, (kinds, _) in BY_HAND.items():
+    for kinds, _ in BY_HAND.values():
         chosen = choose(asked, kinds)
         actions = asked.actions | named(asked.items, chosen)
         plan = jc.Plan("network", actions, "h200", 1, 0.0, 0, 0.0, 0)
