@@ -3,6 +3,7 @@
     python benchmarks/plans.py all [MODEL ...]
     python benchmarks/plans.py table [--plot plans.png]
     python benchmarks/plans.py solver             # how long the integer programs take
+    python benchmarks/plans.py segments         # what a plan for each layer would gain
     python benchmarks/plans.py actions MODEL      # on an H200: modelled and measured
 
 Peaks are those of whole training steps, compiled for an H200; times are modelled, by
@@ -30,8 +31,10 @@ if "actions" not in sys.argv:
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from adacc_gpt2 import adam_step, build  # noqa: E402
+from scipy.optimize import linprog  # noqa: E402
 from step import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -128,6 +131,41 @@ def solver_seconds(make_step: Callable) -> list[float]:
     for share in BETWEEN[1:]:
         timed(nbytes=ends[0] + share * (ends[1] - ends[0]))
     return found
+
+
+def freedom(model: str, count: int = 25) -> list[float]:
+    """Share of the step's time that layers with plans of their own would save.
+
+    Modelled, with any mixture of plans of all sizes and errors, whatever the number of
+    layers: at most what segments of layers can, each with one plan.
+    """
+    make_step, layers = MODELS[model]
+    _, asked = problem_of(make_step, CARD, MAX_ERROR, None, CODECS)
+    limit = MAX_ERROR**2
+    ends = [solve(asked, noise=limit, smallest=smallest) for smallest in (True, False)]
+    low, high = (end.nbytes for end in ends)
+    found = list(ends)
+    for noise in (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0):
+        for size in np.linspace(low, high, 2 * count):
+            found.append(solve(asked, noise=noise * limit, nbytes=size))
+    found = [solution for solution in found if solution]
+    sizes, seconds, noises = np.transpose(
+        [(s.nbytes / high, s.seconds * 1e6, s.noise / limit) for s in found]
+    )
+    step, args = make_step(None)
+    whole = step_seconds(step, args) * 1e6
+    gains = []
+    for size in np.linspace(low, high, count)[1:]:
+        one = solve(asked, noise=limit, nbytes=size).seconds * 1e6
+        mixed = linprog(
+            seconds,
+            A_ub=[sizes, noises],
+            b_ub=[size / high, 1.0],
+            A_eq=[np.ones(len(found))],
+            b_eq=[1.0],
+        )
+        gains.append(layers * (one - mixed.fun) / (whole + layers * one))
+    return gains
 
 
 def make(model: str) -> None:
@@ -239,6 +277,11 @@ def main() -> None:
         for model, (make_step, _) in MODELS.items():
             found = solver_seconds(make_step)
             print(f"| {model} | {min(found):.2f} | {max(found):.2f} |", flush=True)
+    elif command == "segments":
+        print("| model | saved of the step's time, mean | most |\n|---|---|---|")
+        for model in MODELS:
+            gains = freedom(model)
+            print(f"| {model} | {np.mean(gains):.1%} | {max(gains):.1%} |", flush=True)
     else:
         print(table())
         if rest[:1] == ["--plot"]:

@@ -226,7 +226,8 @@ def _point(
             fixed.update(op.outs)
     first = len(replay.active) + len(replay.wrt)
     stored = {v for v in traced.outputs[first:] if isinstance(v, int)}
-    seconds = sum(operation_seconds(op, card) for op in traced.ops)
+    makers = {v: op for op in traced.ops for v in op.outs}
+    seconds = sum(operation_seconds(op, card, makers) for op in traced.ops)
     avals = (traced.avals[v] for v in stored - fixed)
     nbytes = sum(a.size * a.dtype.itemsize for a in avals if not on_host(a))
     return Point(name, nbytes, seconds)

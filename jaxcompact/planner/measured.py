@@ -1,16 +1,17 @@
 """How long operations take: measured if the card is here, else by its roofline.
 
-What takes time by the roofline runs by itself, compiled, on arrays of its shapes, again
-and again; so do a codec's encoding and decoding. Elementwise operations are fused with
-what reads them, and take none. Times are kept in ``~/.cache/jaxcompact``
-(``JAXCOMPACT_CACHE``), by card, version and program.
+What takes time by the roofline runs compiled, on arrays of its shapes, again and again;
+so do a codec's encoding and decoding, each by itself. Elementwise operations are fused
+with what reads them: they run with it, and take no time of their own. Times are kept in
+``~/.cache/jaxcompact`` (``JAXCOMPACT_CACHE``), by card, version and program.
 """
 
 import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Op
+from jaxcompact.graph import Op, read
+from jaxcompact.kinds import ELEMENTWISE, renames
 from jaxcompact.memory.cards import Device
 from jaxcompact.memory.peak import cache_folder
 from jaxcompact.planner import roofline
@@ -32,21 +34,50 @@ def present(card: Device) -> jax.Device | None:
     return next((d for d in jax.local_devices() if d.device_kind == card.name), None)
 
 
-def operation_seconds(op: Op, card: Device) -> float:
-    """Of one operation, as `roofline.operation_seconds` has it."""
+def operation_seconds(
+    op: Op, card: Device, makers: Mapping[int, Op] = MappingProxyType({})
+) -> float:
+    """Of one operation, as `roofline.operation_seconds` has it.
+
+    ``makers``: value -> the operation that makes it; those that are elementwise run
+    with it, from what is in memory on.
+    """
     modelled, here = roofline.operation_seconds(op, card), present(card)
     if here is None or not modelled:
         return modelled
+    ops = _fused(op, makers)
+    avals = {
+        v: x.aval
+        for o in ops
+        for v, x in zip(o.ins, o.eqn.invars, strict=True)
+        if not isinstance(v, Literal)
+    }
+    made = {v for o in ops for v in o.outs}
+    inputs = [v for v in avals if v not in made]
 
     def run(*values):
-        rest = iter(values)
-        return op.bind(
-            *(v.val if isinstance(v, Literal) else next(rest) for v in op.ins)
-        )
+        env = dict(zip(inputs, values, strict=True))
+        for o in ops:
+            outs = o.bind(*(read(env, v) for v in o.ins))
+            env.update(zip(o.outs, outs, strict=True))
+        return [env[v] for v in op.outs]
 
-    avals = [v.aval for v in op.eqn.invars if not isinstance(v, Literal)]
-    seconds = _seconds(run, avals, here)
+    seconds = _seconds(run, [avals[v] for v in inputs], here)
     return modelled if seconds is None else seconds
+
+
+def _fused(op: Op, makers: Mapping[int, Op]) -> list[Op]:
+    """The operation, after the elementwise ones that it is fused with."""
+    ops: dict[Op, None] = {}
+
+    def add(o: Op) -> None:
+        for maker in filter(None, map(makers.get, o.reads)):
+            if maker not in ops and (maker.kind in ELEMENTWISE or renames(maker)):
+                add(maker)
+        ops[o] = None
+
+    add(op)
+    return list(ops)
 
 
 def codec_seconds(

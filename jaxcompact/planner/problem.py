@@ -129,11 +129,12 @@ def problem(
     for op in graph.ops:
         made_of = (above.get(v, frozenset()) | ({v} & sources) for v in op.reads)
         above.update(dict.fromkeys(op.outs, frozenset().union(*made_of)))
+    makers = {v: op for op in graph.ops for v in op.outs}
     return Problem(
         tuple(items),
         needed,
-        {op: operation_seconds(op, card) for op in graph.ops},
-        {v: op for op in graph.ops for v in op.outs},
+        {op: operation_seconds(op, card, makers) for op in graph.ops},
+        makers,
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         actions,

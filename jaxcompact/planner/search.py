@@ -102,8 +102,9 @@ def plan_step(
             attention is sensitive to is then stored as by `policies.int4`, or exactly.
         progress: called with a line for each compile; by default it goes to stderr.
 
-    Times are measured, of each operation and codec by itself, if such a card is in this
-    machine, and kept on disk; else they are those of its roofline.
+    Times are measured, of each operation with the elementwise ones before it and of
+    each codec, if such a card is in this machine, and kept on disk; else they are those
+    of its roofline.
 
     Raises ValueError for a budget that is none, above the card, or below what the
     smallest plan takes (which it says), for a ``max_error`` that no plan keeps, and for

@@ -56,6 +56,31 @@ def test_elementwise_operations_take_none(cache):
     assert not cache.exists()
 
 
+def test_elementwise_operations_run_with_what_reads_them(monkeypatch):
+    """From what is in memory on: not the first product, and a mask is as it is."""
+    programs = []
+    seconds = measured._seconds
+
+    def noting(run, avals, device):
+        programs.append(str(jax.make_jaxpr(run)(*map(jnp.zeros_like, avals))))
+        return seconds(run, avals, device)
+
+    def fun(w, x, keep):
+        y = jnp.tanh(x @ w)
+        return jnp.where(keep, 2 * y, 0.0).reshape(64, 8, 8) @ w[:8, :8]
+
+    args = jnp.ones((64, 64)), jnp.ones((64, 64)), jnp.ones((64, 64), bool)
+    graph = graph_of(jax.make_jaxpr(fun)(*args))
+    makers = {v: op for op in graph.ops for v in op.outs}
+    monkeypatch.setattr(measured, "_seconds", noting)
+    found = [measured.operation_seconds(op, HERE, makers) for op in graph.ops]
+    assert sum(map(bool, found)) == 2
+    first, second = programs
+    assert "tanh" not in first
+    assert second.count("dot_general[") == 1
+    assert all(name in second for name in ("tanh", "select_n", "reshape"))
+
+
 def test_loops_run_whole():
     def loop(length):
         def fun(x, w):
