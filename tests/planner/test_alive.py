@@ -80,6 +80,7 @@ def test_by_hand(asked, name):
     assert most <= found <= most + small
 
 
+@pytest.mark.slow
 def test_it_is_what_the_program_takes(asked):
     rest, without = [], []
     for kinds, _ in BY_HAND.values():
@@ -97,6 +98,7 @@ def test_it_is_what_the_program_takes(asked):
     assert max(rest[:-1]) - min(rest[:-1]) < 0.4
 
 
+@pytest.mark.slow
 def test_the_smallest_plan_stores_something(tmp_path, monkeypatch):
     """To store least is to make all again at once, and to have it there then."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
