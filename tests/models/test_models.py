@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxcompact as jc
 from benchmarks import models
+from jaxcompact.memory import devices
+from jaxcompact.planner.milp import solve
+from jaxcompact.planner.problem import CODECS, named, problem_of, without_host
 
 # Their own, and those of the packages under them.
 pytestmark = [
@@ -80,3 +84,34 @@ def test_training_starts_as_without(name, data_dir):
         models.train(t, policy, 0) for policy in (None, models.POLICIES["int4"])
     )
     assert small["loss"] == pytest.approx(exact["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("error", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["mlp", "gcn", "gat"])
+@pytest.mark.slow
+def test_plans_err_no_more_than_they_say(name, error, data_dir):
+    """The smallest plan, the fastest, and one between: of dropout, relu and graphs."""
+    t = task(name, data_dir)
+    inputs, labels, weights = t.batch(0)
+
+    def make_step(policy):
+        apply = models.checkpointed(t, policy)
+
+        def loss(params, *rest):
+            return models.cross_entropy(apply(params, *rest)[0], labels, weights)
+
+        return jax.jit(jax.grad(loss)), (t.params, t.state, inputs, t.key)
+
+    def gradient(policy):
+        step, args = make_step(policy)
+        return np.concatenate([np.ravel(g) for g in jax.tree.leaves(step(*args))])
+
+    traces, asked = problem_of(make_step, devices()["h200"], error, None, CODECS)
+    asked, exact = without_host(asked), gradient(None)
+    ends = [solve(asked, noise=error**2, smallest=k) for k in (True, False)]
+    between = sum(end.nbytes for end in ends) / 2
+    for found in (*ends, solve(asked, noise=error**2, nbytes=between)):
+        actions = asked.actions | named(asked.items, found.chosen)
+        plan = jc.Plan(traces.traced.label, actions, "h200", 1, 0.0, 0, 0.0, 0)
+        off = np.linalg.norm(gradient(plan) - exact) / np.linalg.norm(exact)
+        assert off <= max(found.noise**0.5, 1e-6)
