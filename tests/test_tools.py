@@ -1,5 +1,6 @@
 """The search for a Python and the installation, on machines that are made up."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -161,3 +162,13 @@ def test_an_installation_that_failed_is_tried_again(checkout: Path):
     (checkout / "offline").unlink()
     assert len(install(checkout, "dev")) == 3
     assert len(install(checkout, "dev")) == 3
+
+
+def test_lines_to_break_are_there_once(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    for mutation in importlib.import_module("mutations").MUTATIONS:
+        text = (TOOLS.parent / mutation.path).read_text()
+        assert text.count(mutation.old) == 1, mutation
+        file, _, test = mutation.test.partition("::")
+        name = test.partition("[")[0]
+        assert f"def {name}(" in (TOOLS.parent / file).read_text(), mutation

@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "a layer's number is not folded into its key",
         "jaxcompact/subspace.py",
-        "lambda i: jax.random.fold_in(key, i)",
-        "lambda i: key",
+        "jax.vmap(partial(jax.random.fold_in, key))(numbers)",
+        "jax.vmap(lambda number: key)(numbers)",
         "tests/test_subspace.py::"
         "test_keys_depend_on_key_family_layer_and_generation_alone",
     ),
@@ -119,8 +119,8 @@ MUTATIONS = [
     Mutation(
         "a plan above its budget is taken",
         "jaxcompact/planner/search.py",
-        "if last.peak_bytes <= limit and",
-        "if last.peak_bytes >= limit and",
+        "if last.peak_bytes <= limit:",
+        "if last.peak_bytes >= limit:",
         "tests/planner/test_plan.py::test_budgets_are_kept_and_used",
     ),
     Mutation(
@@ -129,6 +129,20 @@ MUTATIONS = [
         "program.row(error, -np.inf, noise - problem.noise)",
         "program.row(error, -np.inf, np.inf)",
         "tests/planner/test_milp.py::test_noise_has_a_limit_of_its_own",
+    ),
+    Mutation(
+        "what is made again is gone before it is read",
+        "jaxcompact/planner/alive.py",
+        "range(need[source], last.get(source, need[source]) + 1)",
+        "range(need[source], need[source] + 1)",
+        "tests/planner/test_alive.py::test_by_hand[again]",
+    ),
+    Mutation(
+        "the backward pass that finds everything lacks derivatives that are bits",
+        "jaxcompact/replay.py",
+        "derived += [Slope(v) for v in self.slopes]",
+        "pass",
+        "tests/planner/test_milp.py::test_it_is_the_best_of_all_choices[relu]",
     ),
     Mutation(
         "donated bytes count twice",

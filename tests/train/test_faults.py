@@ -85,7 +85,8 @@ for line in sys.stdin:
         print(os.getpid(), flush=True)
         os._exit(pretrain.main(line.split()))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print("exit", code, flush=True)
+    # On a line of its own: what was killed may have begun one.
+    print("\\nexit", code, flush=True)
 """
 
 
