@@ -131,10 +131,10 @@ MUTATIONS = [
         "tests/planner/test_milp.py::test_noise_has_a_limit_of_its_own",
     ),
     Mutation(
-        "what is made again is gone before it is read",
+        "what is made again for others' sake is there no earlier than it is read",
         "jaxcompact/planner/alive.py",
-        "range(need[source], last.get(source, need[source]) + 1)",
-        "range(need[source], need[source] + 1)",
+        "need.get(value, math.inf) > found[op]",
+        "value not in need",
         "tests/planner/test_alive.py::test_by_hand[again]",
     ),
     Mutation(
