@@ -26,6 +26,7 @@ from layers import (
     check_options,
     default_attention,
     scan_layers,
+    stacked_layers,
 )
 from sharding import of_batch
 
@@ -111,13 +112,10 @@ class Gpt2(Decoder):
         )
         norm = partial(LayerNorm, cfg.width, cfg.norm_eps, param_dtype=param_dtype)
 
-        @nnx.split_rngs(splits=cfg.layers)
-        @nnx.vmap
-        def stacked_layers(rngs: nnx.Rngs) -> Block:
-            return Block(cfg, partial(linear, rngs=rngs), norm, attention)
-
         self.embed = Embed(cfg, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.layers = stacked_layers(rngs)
+        self.layers = stacked_layers(
+            lambda linear: Block(cfg, linear, norm, attention), linear, cfg.layers, rngs
+        )
         self.norm = norm()
         self.cfg, self.checkpoint = cfg, checkpoint
 

@@ -94,6 +94,22 @@ def attend(
     return mixed_bthk.astype(q_bthk.dtype)
 
 
+def stacked_layers(
+    make: Callable[[Callable], nnx.Module],
+    linear: Callable,
+    count: int,
+    rngs: nnx.Rngs,
+) -> nnx.Module:
+    """``count`` layers as one, for `scan_layers`: ``make(linear)``, stacked."""
+
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap
+    def stacked(rngs: nnx.Rngs) -> nnx.Module:
+        return make(partial(linear, rngs=rngs))
+
+    return stacked(rngs)
+
+
 def scan_layers(
     layers: nnx.Module,
     call: Callable[..., jax.Array],

@@ -22,6 +22,7 @@ from layers import (
     default_attention,
     scan_layers,
     split,
+    stacked_layers,
 )
 from sharding import of_batch
 
@@ -161,13 +162,10 @@ class Llama(Decoder):
         )
         norm = partial(RMSNorm, cfg.width, cfg.norm_eps, param_dtype=param_dtype)
 
-        @nnx.split_rngs(splits=cfg.layers)
-        @nnx.vmap
-        def stacked_layers(rngs: nnx.Rngs) -> Block:
-            return Block(cfg, partial(linear, rngs=rngs), norm, attention)
-
         self.embed = Embed(cfg, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.layers = stacked_layers(rngs)
+        self.layers = stacked_layers(
+            lambda linear: Block(cfg, linear, norm, attention), linear, cfg.layers, rngs
+        )
         self.norm = norm()
         if not cfg.tied:
             self.head = linear(cfg.width, cfg.vocab_size, rngs=rngs)

@@ -26,6 +26,7 @@ from layers import (
     check_options,
     default_attention,
     scan_layers,
+    stacked_layers,
 )
 from loss import next_token_loss
 from masking import mask_words
@@ -141,13 +142,10 @@ class Roberta(nnx.Module):
         norm = partial(LayerNorm, cfg.width, cfg.norm_eps, param_dtype=param_dtype)
         attention = attention or default_attention(dtype)
 
-        @nnx.split_rngs(splits=cfg.layers)
-        @nnx.vmap
-        def stacked_layers(rngs: nnx.Rngs) -> Block:
-            return Block(cfg, partial(linear, rngs=rngs), norm, attention)
-
         self.embed = Embed(cfg, norm, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.layers = stacked_layers(rngs)
+        self.layers = stacked_layers(
+            lambda linear: Block(cfg, linear, norm, attention), linear, cfg.layers, rngs
+        )
         one = partial(linear, rngs=rngs)
         if cfg.labels:
             self.head = ClassHead(cfg, one)

@@ -34,7 +34,7 @@ def alive(problem: Problem, chosen: Sequence[Option | None]) -> int:
 
     encoded = {s for s, option in stored.items() if option.action != Save()}
     away = {s for s, option in stored.items() if option.away}
-    light = stored.keys() | {s for s in need if s not in problem.makers}
+    light = {*stored, *(s for s in need if s not in problem.makers)}
     there = {s for s in need if s in stages.loaded}
     read = defaultdict(set)  # value -> stages in which it is an operand
     for op, at in again.items():
@@ -44,8 +44,8 @@ def alive(problem: Problem, chosen: Sequence[Option | None]) -> int:
                 read[value].add(at)
                 if loads(op):
                     there.add(value)
-        elif (light | problem.free).issuperset(op.reads):
-            light = light.union(op.outs)
+        elif all(value in light or value in problem.free for value in op.reads):
+            light.update(op.outs)
             if not encoded.isdisjoint(op.reads):
                 encoded.update(op.outs)
     for op, at in reversed(again.items()):
