@@ -23,7 +23,7 @@ _NOISE = (b"cuInit", b"GPU interconnect", b"ptxas", b"TPU", b"InitGoogle", b"lib
 _NOISE += (b"Source Location Trace",)
 # Without a card nothing can be timed: XLA would compile every way to do each product,
 # and take the first after all. That is half of the time of a compile.
-_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}}
+_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}}
 
 
 @dataclass(frozen=True)

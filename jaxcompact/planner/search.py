@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact import policies
 from jaxcompact.checkpoint import Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
@@ -29,6 +30,7 @@ from jaxcompact.policy import Action, ChoosesActions
 
 _COMPILES = 3
 _NEAR = 0.97  # of the budget: no other plan is looked for above that
+_SAFE = 0.99  # of it, where nothing that fits is known: a corrected model errs by 1 %
 _SIZES = 8  # of what is stored, that the smallest plan is looked for among
 
 
@@ -124,7 +126,8 @@ def plan_step(
     traces, asked = problem_of(make_step, card, max_error, sensitivity, codecs)
     rules = {"noise": max_error**2}
 
-    rest: list[int] = []  # what each that was compiled took beside its model
+    # What each that was compiled took beside its model: at first the least it can be.
+    rest = [_nbytes(make_step(policies.int4())[1])]
 
     def modelled(solution: Solution) -> int:
         return layers * solution.nbytes + alive(asked, solution.chosen)
@@ -144,40 +147,40 @@ def plan_step(
         nbytes = peak(step, *args, device=device).peak_bytes
         time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
         line = f"{gib(nbytes)}: {time} and {size} a layer"
-        if rest:
+        if len(rest) > 1:
             line += f"; {gib(rest[-1] + modelled(solution))} expected"
         say(line)
         rest.append(nbytes - modelled(solution))
         return replace(plan, peak_bytes=nbytes)
 
-    # From little memory upwards: what a step takes beside its model is not known
-    # before something is compiled, and less with the host's help.
     found: list[Plan] = []
-    for within in (without_host(asked), asked):
-        smallest = min(_between(within, rules), key=modelled, default=None)
-        if smallest and _actions(asked, smallest) not in [p.actions for p in found]:
-            found.append(compiled(smallest))
-            if found[-1].peak_bytes <= limit:
+    best = None
+    while len(found) < _COMPILES:
+        aim = limit if best or not found else _SAFE * limit
+        solution = _fastest(asked, rules, aim - rest[-1], layers, modelled)
+        if best and (solution is None or solution.seconds >= best.seconds):
+            break
+        if not best and (solution is None or len(found) == _COMPILES - 1):
+            solution = _smallest(asked, rules, limit - rest[-1], modelled)
+            if solution is None:
+                raise ValueError(
+                    f"max_error must be reachable, got {max_error!r}: no plan is"
+                )
+            if _actions(asked, solution) in [plan.actions for plan in found]:
                 break
-    if not found:
-        raise ValueError(f"max_error must be reachable, got {max_error!r}: no plan is")
-    best = min(found, key=lambda plan: plan.peak_bytes)
-    if best.peak_bytes > limit:
-        beside = gib(best.peak_bytes - layers * best.nbytes)
+        found.append(compiled(solution))
+        if found[-1].peak_bytes <= limit:
+            best = found[-1]
+            if best.peak_bytes >= _NEAR * limit:
+                break
+    if best is None:
+        least = min(found, key=lambda plan: plan.peak_bytes)
+        beside = gib(least.peak_bytes - layers * least.nbytes)
         raise ValueError(
-            f"budget must be {gib(best.peak_bytes)} or more, which the smallest plan "
-            f"takes: {gib(best.nbytes)} in each of {layers} layers, and {beside} "
+            f"budget must be {gib(least.peak_bytes)} or more, which the smallest plan "
+            f"takes: {gib(least.nbytes)} in each of {layers} layers, and {beside} "
             f"beside them; got {gib(limit)}"
         )
-    while len(rest) < _COMPILES:
-        solution = _fastest(asked, rules, limit - rest[-1], layers, modelled)
-        if solution is None or solution.seconds >= best.seconds:
-            break
-        last = compiled(solution)
-        if last.peak_bytes <= limit:
-            best = last
-        if _NEAR * limit <= last.peak_bytes <= limit:
-            break
     return best
 
 
@@ -196,6 +199,26 @@ def budget_bytes(budget: int | str | None, device: str) -> int:
             f"budget must be within the {gib(memory)} of {device!r}, got {gib(limit)}"
         )
     return limit
+
+
+def _nbytes(args: Any) -> int:
+    leaves = map(jax.typeof, jax.tree.leaves(args))
+    return sum(x.size * x.dtype.itemsize for x in leaves)
+
+
+def _smallest(
+    asked: Problem,
+    rules: dict[str, float],
+    limit: float,
+    modelled: Callable[[Solution], int],
+) -> Solution | None:
+    """That which takes least, as it is modelled; with the host's help if it must."""
+    found: list[Solution] = []
+    for within in (without_host(asked), asked):
+        found += _between(within, rules)
+        if any(modelled(solution) <= limit for solution in found):
+            break
+    return min(found, key=modelled, default=None)
 
 
 def _between(asked: Problem, rules: dict[str, float]) -> list[Solution]:

@@ -43,8 +43,8 @@ def plan(tmp_path_factory):
             options = {"layers": LAYERS, "progress": lines.append} | options
             found = jc.plan(block, PARAMS, X, budget=budget, **options)
         assert 1 <= len(lines) <= 3
-        if "expected" in "".join(lines[2:]):  # corrected by then
-            sizes = re.findall(r"([\d.]+) MiB[:;]? (?:\d+ us|expected)", lines[2])
+        for line in lines[2:]:  # corrected by then
+            sizes = re.findall(r"([\d.]+) MiB[:;]? (?:\d+ us|expected)", line)
             peak, expected = map(float, sizes)
             # What is on its way to the host is not modelled: 4 % here, 1 % without it.
             assert abs(expected / peak - 1) < 0.05, lines
@@ -212,9 +212,9 @@ def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
 
     lines = []
     found = jc.plan_step(make_step, budget="160MiB", progress=lines.append)
-    assert (
-        len(seen) == len(lines) + 1 and found in seen and found.peak_bytes <= 160 * MIB
-    )
+    traced, sized, *compiled = seen
+    assert len(compiled) == len(lines) and found in compiled
+    assert found.peak_bytes <= 160 * MIB
 
 
 def test_a_step_without_a_block():
