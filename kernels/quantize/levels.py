@@ -106,8 +106,9 @@ def value(
             x = (number - (2.0**23 + 2 ** (bits - 1))) * scale
         # Never above bfloat16's largest number: `symmetric_levels` sees to it.
         return x.astype(dtype) if jnp.finfo(dtype).maxexp > 16 else saturated(x, dtype)
+    most = min(float(jnp.finfo(dtype).max), _MAX) / 2
     half = low * 0.5 + (number - 2.0**23) * (scale * 0.5)
-    return saturated(jnp.clip(half, -_MAX / 2, _MAX / 2) * 2, dtype)
+    return (jnp.clip(half, -most, most) * 2).astype(dtype)
 
 
 def saturated(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxcompact as jc
+from jaxcompact import memory
 from jaxcompact.codecs import Float8, OutlierQuantized, Quantized, fitted
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -228,6 +230,31 @@ def test_a_head_axis_between_tokens_and_channels():
     assert encoded.codes.shape == (2, 24, 3, 8) and encoded.scales.shape == (2, 3, 3, 8)
     _, turned = round_trip(Quantized(4, 16), jnp.moveaxis(x, 1, -1))
     np.testing.assert_array_equal(jnp.moveaxis(decoded, 1, -1), turned)
+
+
+@pytest.mark.slow
+def test_asymmetric_codes_are_decoded_in_as_little_memory():
+    """What convolutions read lies in memory in bfloat16; of two, one in float32 too."""
+
+    def block(w, x):
+        for kernel in w:
+            y = jax.lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            ).astype(jnp.float32)
+            mean, square = (a.mean((0, 1, 2), keepdims=True) for a in (y, y * y))
+            y = (y - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)
+            x = jax.nn.relu(x + y.astype(x.dtype))
+        return x
+
+    def nbytes(codec):
+        wrapped = jc.checkpoint(block, policy=jc.policies.uniform(codec), params=0)
+        step = jax.grad(lambda w, x: wrapped(w, x).astype(jnp.float32).sum(), (0, 1))
+        kernels = jax.ShapeDtypeStruct((2, 3, 3, 64, 64), jnp.bfloat16)
+        return memory.peak(step, kernels, x).peak_bytes
+
+    x = jax.ShapeDtypeStruct((32, 56, 56, 64), jnp.bfloat16)
+    wide = 4 * x.size
+    assert nbytes(Quantized(4, symmetric=False)) < nbytes(Quantized(4)) + wide
 
 
 @pytest.mark.parametrize("codec", [Quantized(4), OutlierQuantized()])
