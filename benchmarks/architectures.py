@@ -50,6 +50,8 @@ from methods import Method  # noqa: E402
 from roberta import Examples  # noqa: E402
 from training import Training  # noqa: E402
 
+# Nothing runs here but the narrow models, twice: they take longer to compile.
+jax.config.update("jax_disable_most_optimizations", True)
 BF16 = jnp.bfloat16
 S = jax.ShapeDtypeStruct
 Built = tuple[Callable, Any, tuple]  # loss(params, *rest), params, rest: shapes

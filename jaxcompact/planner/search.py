@@ -29,7 +29,7 @@ from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
 
 _COMPILES = 3
-_NEAR = 0.97  # of the budget: no other plan is looked for above that
+_NEAR = 0.98  # of the budget: no other plan is looked for above that
 _SAFE = 0.99  # of it, where nothing that fits is known: a corrected model errs by 1 %
 _SIZES = 8  # of what is stored, that the smallest plan is looked for among
 
