@@ -11,6 +11,8 @@ from jaxcompact.kinds import expensive
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.schedule import in_order
 
+_SCATTERS = ("scatter-add", "scatter-mul")
+
 
 @dataclass(frozen=True)
 class Stages:
@@ -56,7 +58,7 @@ def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
                     loaded[source].add(stage)
             if value in chain:
                 last[value] = stage
-                if there:
+                if there and op.kind not in _SCATTERS:
                     first.setdefault(value, stage)
         if there:
             first.update(dict.fromkeys(op.outs, stage))
@@ -77,9 +79,9 @@ def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
 def loads(op: Op) -> bool:
     """Whether an operation's operands are in memory.
 
-    A matrix product is fused with what its operands are elementwise made of.
+    Matrix products and scatters are fused with what theirs are elementwise made of.
     """
-    return expensive(op) and op.kind != "dot_general"
+    return expensive(op) and op.kind != "dot_general" and op.kind not in _SCATTERS
 
 
 def _nbytes(aval: Any) -> int:

@@ -98,6 +98,31 @@ def test_it_is_what_the_program_takes(asked):
     assert max(rest[:-1]) - min(rest[:-1]) < 0.4
 
 
+def test_messages_along_edges_are_not_there():
+    """Gathered as they are summed, both ways: what is of nodes is, as compiled."""
+    nodes, edges, width = 2**14, 2**18, 256
+
+    def convolution(w, x, senders, receivers):
+        for w_nn in w:
+            messages = jnp.tanh(x @ w_nn)[senders]
+            x = jax.ops.segment_sum(messages, receivers, nodes)
+        return x
+
+    def make_step(policy):
+        wrapped = jc.checkpoint(convolution, policy=policy, params=0)
+        ends = jax.ShapeDtypeStruct((edges,), jnp.int32)
+        args = [jax.ShapeDtypeStruct((2, width, width), jnp.float32)]
+        args += [jax.ShapeDtypeStruct((nodes, width), jnp.float32), ends, ends]
+        return jax.jit(jax.grad(lambda *args: wrapped(*args).sum())), args
+
+    _, asked = problem_of(make_step, devices()["h200"], 0.0, None, ())
+    kept = [item.options[0] for item in asked.items]
+    of_nodes, of_edges = (n * width * 4 for n in (nodes, edges))
+    assert alive(asked, kept) <= 3 * of_nodes < of_edges
+    step, args = make_step(jc.policies.uniform(jc.Save()))
+    assert peak(step, *args, device="h200").temporary_bytes < of_edges
+
+
 @pytest.mark.slow
 def test_the_smallest_plan_stores_something(tmp_path, monkeypatch):
     """To store least is to make all again at once, and to have it there then."""
