@@ -57,7 +57,7 @@ def weight_gradient(
         )
         return sums.sum(0).astype(preferred_element_type)
 
-    config = _config(implementation, lows, dy, bits, group, size, dtype)
+    config = _config(implementation, stored, lows, dy, bits, group, size, dtype)
     if config is None:
         return reference.weight_gradient(codes, stored, lows, dy, **fields, **product)
     kernel = jax.custom_batching.custom_vmap(run)
@@ -74,8 +74,9 @@ def weight_gradient(
     return kernel(codes, stored, dy)
 
 
-def _config(implementation, lows, dy, bits, group, size, dtype) -> dict | None:
+def _config(implementation, stored, lows, dy, bits, group, size, dtype) -> dict | None:
     tokens, columns = math.prod(dy.shape[:-1]), dy.shape[-1]
+    unit = 16 // stored.dtype.itemsize  # the copy engine's rows of scales: 16 bytes
     broken = None
     if lows is not None:
         broken = "the codes must be symmetric"
@@ -83,10 +84,10 @@ def _config(implementation, lows, dy, bits, group, size, dtype) -> dict | None:
         broken = f"bits must be 2, 4 or 8 in groups of 64, got {bits} in {group}"
     elif dy.dtype != dtype or dy.dtype.itemsize != 2:
         broken = f"dtypes must be one of 16 bits, got {jnp.dtype(dtype)}, {dy.dtype}"
-    elif tokens % 8 or size % 64 or columns % 64 or not tokens * size * columns:
+    elif tokens % unit or size % 64 or columns % 64 or not tokens * size * columns:
         broken = (
-            f"tokens must be a multiple of 8, columns of 64, got {tokens}, {size} and "
-            f"{columns}"
+            f"tokens must be a multiple of {unit}, columns of 64, got {tokens}, "
+            f"{size} and {columns}"
         )
     config = choice.chosen("weight_gradient", _FOLDER, implementation, broken)
     if config is None:

@@ -23,10 +23,11 @@ CASES = {
 }
 
 
-def encoded(bits: int, tokens, n: int, m: int, dtype=jnp.bfloat16):
+def encoded(bits: int, tokens, n: int, m: int, dtype=jnp.bfloat16, scale_bits=16):
     x = jax.random.normal(jax.random.key(0), (*tokens, n), dtype)
     dy = jax.random.normal(jax.random.key(1), (*tokens, m), dtype)
-    codes, stored, _ = jax.jit(lambda x: quantize(x, bits=bits, group=64))(x)
+    how = {"bits": bits, "group": 64, "scale_bits": scale_bits}
+    codes, stored, _ = jax.jit(lambda x: quantize(x, **how))(x)
     return codes, stored, dy
 
 
@@ -102,11 +103,14 @@ def test_compiled_for_hopper(bits):
         ({"group": 128}, "got 4 in 128"),
         ({"dtype": jnp.float32}, "dtypes must be one of 16 bits, got float32"),
         ({"tokens": (60,)}, "tokens must be a multiple of 8, columns of 64, got 60"),
+        ({"tokens": (72,), "scale_bits": 8}, "must be a multiple of 16, .* got 72"),
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take(change, rule):
-    codes, stored, dy = encoded(4, change.pop("tokens", (64,)), 64, 64)
+    change = dict(change)
+    how = {"scale_bits": change.pop("scale_bits", 16)}
+    codes, stored, dy = encoded(4, change.pop("tokens", (64,)), 64, 64, **how)
     lows = stored if "lows" in change else None
     change = fields(4, 64) | {k: v for k, v in change.items() if k != "lows"}
     with pytest.raises(NotImplementedError, match=rule):
