@@ -27,7 +27,8 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes, scales and lows of ``x``: the bits that `reference.quantize` gives.
 
-    Memory: reads x once and writes what is stored; nothing of x's size in between.
+    Memory: the kernel reads x once and writes what is stored; nothing of x's size in
+    between, but for a copy where neither a row nor 8 rows are multiples of 16 bytes.
 
     Raises ValueError for an implementation that does not exist, NotImplementedError
     where the one that is asked for by name can't run.
@@ -46,10 +47,8 @@ def quantize(
         from jaxcompact.kernels.quantize import mosaic_gpu
 
         seed = None if seed is None else mixed_seed(seed)
-        codes, *of = mosaic_gpu.quantize(_rows(x), seed, **fields, **config)
-        rows = x.shape[:-1]
-        stored = (None if a is None else a.T.reshape(*rows, -1) for a in of)
-        return codes.reshape(*rows, -1), *stored
+        found = mosaic_gpu.quantize(_rows(x), seed, **fields, **config)
+        return tuple(a if a is None else a.reshape(*x.shape[:-1], -1) for a in found)
 
     if seed is None:
         return _batched_in_rows(lambda x: kernel(x, None))(x)
@@ -85,7 +84,7 @@ def dequantize(
     def kernel(codes, *of):
         from jaxcompact.kernels.quantize import mosaic_gpu
 
-        scales, low = [*(_rows(a).T for a in of), None][:2]
+        scales, low = [*(_rows(a) for a in of), None][:2]
         x = mosaic_gpu.dequantize(_rows(codes), scales, low, **fields, **config)
         return x.reshape(*codes.shape[:-1], size)
 
@@ -101,7 +100,6 @@ def _broken_rule(
     shape: Sequence[int], dtype: jnp.dtype, axis: int, bits: int, group: int
 ) -> str | None:
     """What keeps the kernels from such arrays; None if nothing does."""
-    rows, size = math.prod(shape[:-1]), shape[-1] if shape else 0
     if axis != -1:
         return f"axis must be -1, got {axis}"
     if bits not in (2, 4, 8):
@@ -110,8 +108,10 @@ def _broken_rule(
         return f"group must be 64, 128 or 256, got {group}"
     if dtype.itemsize not in (2, 4):
         return f"dtype must have 16 or 32 bits, got {dtype.name}"
-    if size % group or rows % 8 or not rows * size:
-        return f"rows must be whole groups, and multiples of 8, got {tuple(shape)}"
+    if not shape:
+        return "x must have an axis, got ()"
+    if not math.prod(shape):
+        return f"x must have entries, got {tuple(shape)}"
     return None
 
 

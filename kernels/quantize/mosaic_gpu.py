@@ -6,11 +6,16 @@ by four threads, so that its scale takes two shuffles, and the codes that share 
 lie in one thread. Arithmetic is that of `levels` and `noise`, so the bits are the
 reference's.
 
-Scales and lows come as ``[groups, rows]``, whole cache lines.
+The copy engine wants rows that start at multiples of 16 bytes. Codes do. Where x's do
+not, every ``step``-th row does from some entry on: ``step`` rows are taken for a long
+one, and a block is 64 rows that lie ``step`` apart. It reads beyond a row's end, into
+the next, which is masked. It would write there too: so a decoded x has longer rows.
+
+Scales and lows are written as ``[groups, rows]``, whole cache lines.
 """
 
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.experimental.pallas as pl
@@ -33,62 +38,77 @@ def quantize(
     scale_bits: int,
     groups: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Codes ``uint8[rows, g * group * bits / 8]``, scales and lows ``[g, rows]``.
+    """Codes ``uint8[rows, g * group * bits / 8]``, scales and lows ``[rows, g]``.
 
     ``seed``: `noise.mixed_seed`; None rounds to nearest. ``groups`` of a block.
+
+    Memory: a copy of x if its rows are no multiple of `_step`.
     """
     rows, size = x_rn.shape
-    count = size // group
+    count, step = pl.cdiv(size, group), _step(size, x_rn.dtype)
+    x_rn = _longer(x_rn, 0, step)
+    long = x_rn.shape[0] // step
     groups = min(groups, count)
+    blocks = pl.cdiv(long, ROWS), step, pl.cdiv(count, groups)
     width = group * bits // 8  # bytes of a group's codes
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]
     spread = layout(width, x_rn.dtype)
-    inputs = [x_rn] if seed is None else [x_rn, seed.reshape(1)]
+    inputs = [x_rn.reshape(long, step * size)]
+    inputs += [] if seed is None else [seed.reshape(1)]
 
     def body(*refs):
         (x_hbm, *seeds), refs = refs[: len(inputs)], refs[len(inputs) :]
         codes_hbm, *levels_hbm = refs[: 1 + len(kinds)]
         x_smem, codes_smem, *levels_smem, arrived = refs[1 + len(kinds) :]
-        i, j = lax.axis_index("rows"), lax.axis_index("groups")
+        i, part, j = _place(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
-        source = x_hbm.at[row, pl.ds(first * group, groups * group)]
-        plgpu.copy_gmem_to_smem(source, x_smem, arrived)
+        column = part * size + first * group
+        for source, smem in _in_strips(x_hbm.at[row], column, x_smem):
+            plgpu.copy_gmem_to_smem(source, smem, arrived)
         plgpu.barrier_wait(arrived)
         for g in range(groups):
-            x = x_smem.at[:, pl.ds(g * group, group)]
-            x = plgpu.load(x, layout=spread).astype(jnp.float32)
+            x = _load(x_smem, g * group, group, spread).astype(jnp.float32)
+            if size % group and g == (count - 1) % groups:  # the last, in some block
+                entries = size - (first + g) * group
+                x = _filled(x, entries, spread, edge=not symmetric)
             of = _levels(x, bits, symmetric, scale_bits, stochastic=bool(seeds))
             u = None
             if seeds:
-                u = _noise(x, seeds[0][0], i * ROWS, first + g, count, spread)
+                row_of = (i * ROWS + _iota(x.shape, 0, spread)) * step + part
+                u = _noise(x, seeds[0][0], row_of, first + g, count, spread)
             over = levels.Levels(None, None, *(_over(a, group) for a in of[2:]))
             code = levels.code(x, over, u, bits=bits)
-            codes_smem[:, pl.ds(g * width, width)] = _packed(code, bits)
+            _store(codes_smem, g * width, _packed(code, bits))
             levels_smem[0][g] = of.scales
             if not symmetric:
                 levels_smem[1][g] = of.lows
         plgpu.commit_smem()
-        target = codes_hbm.at[row, pl.ds(first * width, groups * width)]
-        plgpu.copy_smem_to_gmem(codes_smem, target)
+        codes_hbm = codes_hbm.at[row, part]
+        for target, smem in _in_strips(codes_hbm, first * width, codes_smem):
+            plgpu.copy_smem_to_gmem(smem, target)
         for smem, hbm in zip(levels_smem, levels_hbm, strict=True):
-            plgpu.copy_smem_to_gmem(smem, hbm.at[pl.ds(first, groups), row])
+            plgpu.copy_smem_to_gmem(smem, hbm.at[part, pl.ds(first, groups), row])
         plgpu.wait_smem_to_gmem(0)
 
-    out = [jax.ShapeDtypeStruct((rows, count * width), jnp.uint8)]
-    out += [jax.ShapeDtypeStruct((count, rows), kind) for kind in kinds]
+    # Scales in whole blocks: copies that are contiguous are not cut at an axis' end.
+    whole = step, blocks[2] * groups, blocks[0] * ROWS
+    out = [jax.ShapeDtypeStruct((long, step, count * width), jnp.uint8)]
+    out += [jax.ShapeDtypeStruct(whole, kind) for kind in kinds]
     codes, *found = plgpu.kernel(
         body,
         out_type=out,
-        grid=(pl.cdiv(rows, ROWS), pl.cdiv(count, groups)),
-        grid_names=("rows", "groups"),
+        grid=(math.prod(blocks),),
+        grid_names=("block",),
         scratch_types=[
-            shared((ROWS, groups * group), x_rn.dtype),
-            shared((ROWS, groups * width), jnp.uint8, width),
+            x_smem := _strips(groups, group, x_rn.dtype),
+            _strips(groups, width, jnp.uint8),
             *(plgpu.SMEM((groups, ROWS), kind) for kind in kinds),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=x_smem.shape[0]),
         ],
     )(*inputs)
+    found = [a[:, :count, :long].transpose(2, 0, 1) for a in found]
+    codes, *found = (a.reshape(long * step, -1)[:rows] for a in (codes, *found))
     return codes, *found, *([None] if symmetric else [])
 
 
@@ -103,67 +123,63 @@ def dequantize(
     dtype: jnp.dtype,
     groups: int,
 ) -> jax.Array:
-    """The inverse, ``dtype[rows, size]``; scales and lows ``[g, rows]``."""
-    rows, count, width = codes.shape[0], stored.shape[0], group * bits // 8
+    """The inverse, ``dtype[rows, size]``.
+
+    Memory: rows of x are written as multiples of 16 bytes. XLA cuts them as it reads
+    them, or copies x where a product reads it.
+    """
+    (rows, count), width = stored.shape, group * bits // 8
     groups = min(groups, count)
+    blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
+    aligned = _step(1, dtype)
     numbers = [stored] if lows is None else [stored, lows]
+    numbers = [_longer(a.T, 1, 16) for a in numbers]
 
     def body(*refs):
         codes_hbm, *levels_hbm, x_hbm, codes_smem = refs[: len(numbers) + 3]
         *levels_smem, x_smem, arrived = refs[len(numbers) + 3 :]
-        i, j = lax.axis_index("rows"), lax.axis_index("groups")
+        i, j = _place(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
-        source = codes_hbm.at[row, pl.ds(first * width, groups * width)]
-        plgpu.copy_gmem_to_smem(source, codes_smem, arrived)
+        for source, smem in _in_strips(codes_hbm.at[row], first * width, codes_smem):
+            plgpu.copy_gmem_to_smem(source, smem, arrived)
         for hbm, smem in zip(levels_hbm, levels_smem, strict=True):
             source = hbm.at[pl.ds(first, groups), row]
             plgpu.copy_gmem_to_smem(source, smem, arrived)
         plgpu.barrier_wait(arrived)
         for g in range(groups):
-            packed = codes_smem.at[:, pl.ds(g * width, width)]
-            parts = decoded(packed, [a.at[g] for a in levels_smem], bits, dtype)
-            for lane, part in enumerate(parts):
-                x_smem[:, pl.ds(g * group + lane * width, width)] = part
+            packed = _load(codes_smem, g * width, width, layout(width, dtype))
+            x = decoded(packed, [a.at[g] for a in levels_smem], bits, dtype)
+            _store(x_smem, g * group, x)
         plgpu.commit_smem()
-        target = x_hbm.at[row, pl.ds(first * group, groups * group)]
-        plgpu.copy_smem_to_gmem(x_smem, target)
+        for target, smem in _in_strips(x_hbm.at[row], first * group, x_smem):
+            plgpu.copy_smem_to_gmem(smem, target)
         plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    x = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, size), dtype),
-        grid=(pl.cdiv(rows, ROWS), pl.cdiv(count, groups)),
-        grid_names=("rows", "groups"),
+        out_type=jax.ShapeDtypeStruct((rows, pl.cdiv(size, aligned) * aligned), dtype),
+        grid=(math.prod(blocks),),
+        grid_names=("block",),
         scratch_types=[
-            shared((ROWS, groups * width), jnp.uint8, width),
+            codes_smem := _strips(groups, width, jnp.uint8),
             *(plgpu.SMEM((groups, ROWS), a.dtype) for a in numbers),
-            shared((ROWS, groups * group), dtype, width * jnp.dtype(dtype).itemsize),
-            plgpu.Barrier(num_arrivals=1 + len(numbers)),
+            _strips(groups, group, dtype),
+            plgpu.Barrier(num_arrivals=codes_smem.shape[0] + len(numbers)),
         ],
     )(codes, *numbers)
+    return x[:, :size]
 
 
-def decoded(packed, of: Sequence, bits: int, dtype: jnp.dtype) -> list[jax.Array]:
-    """The parts of one group's 64 rows, from its codes and levels in shared memory."""
+def decoded(packed: jax.Array, of: Sequence, bits: int, dtype: jnp.dtype) -> jax.Array:
+    """One group's 64 rows, from its codes, and its levels in shared memory."""
     width = packed.shape[1]
-    spread = layout(width, dtype)
-    packed = plgpu.load(packed, layout=spread).astype(jnp.int32)
+    spread, packed = layout(width, dtype), packed.astype(jnp.int32)
     of = [plgpu.load(a, layout=spread.reduce(1)) for a in of]
     of = [scales.load(of[0]), *(low.astype(jnp.float32) for low in of[1:]), None]
     scale, low = (_over(a, width) for a in of[:2])
     lanes = ((packed >> (bits * lane)) & (2**bits - 1) for lane in range(8 // bits))
-    return [levels.value(code, scale, low, bits=bits, dtype=dtype) for code in lanes]
-
-
-def shared(shape: tuple[int, ...], dtype: jnp.dtype, width: int = 128):
-    """Shared memory in tiles of ``width`` bytes, in which no banks collide."""
-    return plgpu.SMEM(shape, dtype, transforms=tiles(dtype, width))
-
-
-def tiles(dtype: jnp.dtype, width: int = 128) -> tuple:
-    width = min(width, 128)
-    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
-    return tiling, *([plgpu.SwizzleTransform(width)] if width > 16 else [])
+    parts = [levels.value(code, scale, low, bits=bits, dtype=dtype) for code in lanes]
+    return jnp.concatenate(parts, 1)
 
 
 def layout(width: int, dtype: jnp.dtype) -> plgpu.Layout:
@@ -171,6 +187,72 @@ def layout(width: int, dtype: jnp.dtype) -> plgpu.Layout:
     if width % 32 or jnp.dtype(dtype).itemsize == 4:
         return plgpu.Layout.WGMMA_UPCAST_2X
     return plgpu.Layout.WGMMA_UPCAST_4X
+
+
+def _strips(groups: int, group: int, dtype: jnp.dtype):
+    """Shared memory for a block, in strips of 128 bytes, in which no banks collide.
+
+    Each is copied by itself. Tiles of one copy would have to divide the array.
+    """
+    size = jnp.dtype(dtype).itemsize
+    width = min(group * size, 128)
+    swizzle = [plgpu.SwizzleTransform(width)] if width > 16 else []
+    shape = groups * group * size // width, ROWS, width // size
+    return plgpu.SMEM(shape, dtype, transforms=swizzle)
+
+
+def _in_strips(hbm, column: jax.Array, smem) -> Iterator[tuple]:
+    """The strips of shared memory, and where they lie in rows of the card's."""
+    strips, _, width = smem.shape
+    for strip in range(strips):
+        yield hbm.at[:, pl.ds(column + strip * width, width)], smem.at[strip]
+
+
+def _load(smem, column: int, columns: int, spread: plgpu.Layout) -> jax.Array:
+    width = smem.shape[2]
+    strips = range(column // width, (column + columns) // width)
+    return jnp.concatenate([plgpu.load(smem.at[i], layout=spread) for i in strips], 1)
+
+
+def _store(smem, column: int, x: jax.Array) -> None:
+    width = smem.shape[2]
+    for i in range(0, x.shape[1], width):
+        smem[(column + i) // width] = x[:, i : i + width]
+
+
+def _step(size: int, dtype: jnp.dtype) -> int:
+    """After so many rows of ``size`` entries one starts at a multiple of 16 bytes."""
+    return 16 // math.gcd(16, size * jnp.dtype(dtype).itemsize)
+
+
+def _longer(x: jax.Array, axis: int, unit: int) -> jax.Array:
+    """Two axes, one of which becomes a multiple of ``unit``."""
+    missing = [(0, -x.shape[a] % unit if a == axis else 0, 0) for a in range(2)]
+    return lax.pad(x, jnp.zeros((), x.dtype), missing)
+
+
+def _place(blocks: Sequence[int]) -> list[jax.Array]:
+    """Of this block along each axis; on a card only a grid's last has no bound."""
+    place, left = [], lax.axis_index("block")
+    for size in reversed(blocks):
+        place.append(lax.rem(left, jnp.int32(size)))
+        left = lax.div(left, jnp.int32(size))
+    return place[::-1]
+
+
+def _iota(shape: tuple[int, ...], axis: int, spread: plgpu.Layout) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=spread)
+
+
+def _filled(x: jax.Array, entries: jax.Array, spread, *, edge: bool) -> jax.Array:
+    """A group of ``entries``, after which come zeros, or the last of them again."""
+    place, fill = _iota(x.shape, 1, spread), 0.0
+    if edge:
+        pattern = lax.bitcast_convert_type(x, jnp.uint32)
+        pattern = jnp.where(place == entries - 1, pattern, jnp.uint32(0))
+        fill = lax.bitcast_convert_type(jnp.max(pattern, 1), jnp.float32)
+        fill = _over(fill, x.shape[1])
+    return jnp.where(place < entries, x, fill)
 
 
 def _over(a: jax.Array | None, columns: int) -> jax.Array | None:
@@ -194,14 +276,12 @@ def _levels(
 
 
 def _noise(x: jax.Array, seed, row, g, count: int, spread) -> jax.Array:
-    """That of `noise.uniform`: row and group are the first row's, and this one's."""
+    """That of `noise.uniform`, of the entries' rows and this group."""
     group = x.shape[1]
-    iota = partial(plgpu.broadcasted_iota, jnp.uint32, x.shape, layout=spread)
-    place = iota(1)
+    place = _iota(x.shape, 1, spread).astype(jnp.uint32)
     key = noise.group_key(jnp.sum(noise.digested(x, place), 1), seed)
     row, g = row.astype(jnp.uint32), g.astype(jnp.uint32)
-    number = (row + iota(0)) * jnp.uint32(count * group % 2**32)
-    number += g * jnp.uint32(group) + place
+    number = row * jnp.uint32(count * group % 2**32) + g * jnp.uint32(group) + place
     return noise.entry_noise(number, _over(key, group))
 
 

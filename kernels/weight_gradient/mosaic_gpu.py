@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcompact.kernels.quantize.mosaic_gpu import ROWS, decoded, shared, tiles
+from jaxcompact.kernels.quantize.mosaic_gpu import ROWS, decoded, layout
 
 _EPILOGUE = 64  # columns of a sum that are written at once
 _WORKERS = 2  # warpgroups that multiply
@@ -47,8 +47,8 @@ def weight_gradient(
 
         def step(index, codes_smem, stored_smem, dy_smem, sums):
             codes = codes_smem.at[:, pl.ds(worker * width, width)]
-            parts = decoded(codes, [stored_smem.at[worker]], bits, dy.dtype)
-            x_smem[worker] = jnp.concatenate(parts, 1)
+            codes = plgpu.load(codes, layout=layout(width, dy.dtype))
+            x_smem[worker] = decoded(codes, [stored_smem.at[worker]], bits, dy.dtype)
             plgpu.commit_smem()
             plgpu.wgmma(sums, x_smem.at[worker].T, dy_smem)
             plgpu.wgmma_wait(0)
@@ -77,13 +77,13 @@ def weight_gradient(
                 plgpu.BlockSpec(
                     (ROWS, _WORKERS * width),
                     lambda k: (s * rounds + k, i),
-                    transforms=tiles(jnp.uint8, width),
+                    transforms=_tiles(jnp.uint8, width),
                 ),
                 plgpu.BlockSpec((_WORKERS, ROWS), lambda k: (i, s * rounds + k)),
                 plgpu.BlockSpec(
                     (ROWS, columns),
                     lambda k: (s * rounds + k, j),
-                    transforms=tiles(dy.dtype),
+                    transforms=_tiles(dy.dtype),
                 ),
             ],
             memory_registers=40,
@@ -101,7 +101,18 @@ def weight_gradient(
         num_threads=_WORKERS + 1,
         thread_name="worker",
         scratch_types=[
-            shared((_WORKERS, group, _EPILOGUE), jnp.float32),
-            shared((_WORKERS, ROWS, group), dy.dtype),
+            _shared((_WORKERS, group, _EPILOGUE), jnp.float32),
+            _shared((_WORKERS, ROWS, group), dy.dtype),
         ],
     )(codes, stored, dy)
+
+
+def _shared(shape: tuple[int, ...], dtype: jnp.dtype):
+    return plgpu.SMEM(shape, dtype, transforms=_tiles(dtype))
+
+
+def _tiles(dtype: jnp.dtype, width: int = 128) -> tuple:
+    """Of ``width`` bytes, in which no banks collide."""
+    width = min(width, 128)
+    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
+    return tiling, *([plgpu.SwizzleTransform(width)] if width > 16 else [])

@@ -86,7 +86,12 @@ def test_kernels_are_xlas():
     codecs = [jc.Quantized(bits) for bits in (2, 4, 8)]
     codecs += [jc.Quantized(4, stochastic=True), jc.Quantized(4, symmetric=False)]
     for codec, dtype in ((c, d) for c in codecs for d in ("bfloat16", "float32")):
-        for shape in ((128, 256, 1024), (8, 1000, 2752), (4, 24, 11008)):
+        for shape in (
+            (128, 256, 1024),
+            (8, 1000, 2736),
+            (4, 24, 11008),
+            (7, 555, 5461),
+        ):
             x = jax.random.normal(jax.random.key(0), shape, dtype)
             ways = []
             for way in ("mosaic_gpu", "xla"):
