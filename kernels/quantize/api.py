@@ -28,7 +28,8 @@ def quantize(
     """Codes, scales and lows of ``x``: the bits that `reference.quantize` gives.
 
     Memory: the kernel reads x once and writes what is stored; nothing of x's size in
-    between, but for a copy where neither a row nor 8 rows are multiples of 16 bytes.
+    between, but a copy of x whose rows start at no multiples of 16 bytes and are no
+    multiple of 8 (4, 2: docs/kernels.md).
 
     Raises ValueError for an implementation that does not exist, NotImplementedError
     where the one that is asked for by name can't run.
