@@ -152,8 +152,8 @@ def test_it_is_one_pass_for_all():
         made.append(policy)
         return make_gradient(policy, counted)
 
-    jc.sensitivity(make, probes=8)
-    assert len(made) <= 3 and len(traced) <= 6  # of 7 tensors, 34 codecs, 8 probes
+    jc.sensitivity(make, codecs=CODECS[:2], probes=8)
+    assert len(made) <= 3 and len(traced) <= 6  # of 7 tensors, 16 codecs, 8 probes
 
 
 def test_masks_slopes_and_loops_are_left_alone():
@@ -345,7 +345,7 @@ def test_automatic_beats_uniform(found, exact):
 
 def test_a_gradient_that_is_not_finite():
     def bad(w, x):
-        return block(w, x) / jnp.zeros(())
+        return x + jnp.sin(x @ w["q"]) @ w["o"] / jnp.zeros(())
 
     with pytest.raises(ValueError, match="sensitivity of 'x' in 'bad' is nan: the gra"):
         jc.sensitivity(lambda policy: make_gradient(policy, bad))
