@@ -1,7 +1,15 @@
-"""Doctests run as users would: optax's ``decay ** count`` is not strict."""
+"""Doctests run as users would: optax's ``decay ** count`` is not strict.
+
+And not on every jax: what they show has its own tests.
+"""
 
 import jax
 import pytest
+
+
+def pytest_itemcollected(item):
+    if isinstance(item, pytest.DoctestItem):
+        item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

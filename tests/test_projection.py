@@ -9,7 +9,12 @@ import jaxcompact as jc
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
 # Width, rank, blocks: ranks that divide the width, that do not, one, the width itself.
-SIZES = [(24, 8, 1), (24, 7, 1), (10, 1, 1), (12, 12, 1), (24, 8, 4), (24, 6, 2)]
+MORE = [(24, 8, 1), (10, 1, 1), (12, 12, 1), (24, 6, 2)]
+SIZES = [
+    (24, 7, 1),
+    (24, 8, 4),
+    *(pytest.param(*s, marks=pytest.mark.slow) for s in MORE),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -109,7 +109,10 @@ def bits_of(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 OPTIONS = [
-    Quantized(bits, 16, symmetric, stochastic, axis, scale_bits)
+    pytest.param(
+        Quantized(bits, 16, symmetric, stochastic, axis, scale_bits),
+        marks=[pytest.mark.slow] * (bits in (2, 8)),
+    )
     for bits, symmetric, stochastic, axis, scale_bits in itertools.product(
         [1, 2, 3, 4, 8], [True, False], [False, True], [-1, -2], [16, 8]
     )

@@ -115,13 +115,14 @@ def norms(x: np.ndarray, block: int) -> np.ndarray:
 @dataclass(frozen=True, eq=False)
 class Case:
     """A codec; the bytes of SHAPE and of SMALL by hand; the bound of its error for an
-    x of up to the largest size."""
+    x of up to the largest size; whether it only combines what other cases have."""
 
     codec: Codec
     nbytes: tuple[int, int]
     bound: Callable[[Codec, np.ndarray], np.ndarray]
     kind: str = "float"
     largest: float = 3e38
+    slow: bool = False
 
     @property
     def dtypes(self) -> list:
@@ -157,28 +158,30 @@ def first_bound(codec: Chain, x: np.ndarray) -> np.ndarray:
 
 
 Q = partial(Case, bound=quantized_bound)
+SLOW = {"slow": True}
 CASES = [
     # SHAPE: 6 rows of 3 groups. SMALL: one group of 15, in whole bytes.
-    Q(Quantized(1), (18 * (8 + 2), 2 + 2)),
-    Q(Quantized(2), (18 * (16 + 2), 4 + 2)),
+    Q(Quantized(1), (18 * (8 + 2), 2 + 2), **SLOW),
+    Q(Quantized(2), (18 * (16 + 2), 4 + 2), **SLOW),
     Q(Quantized(3), (18 * (24 + 2), 6 + 2)),
     Q(Quantized(4), (18 * (32 + 2), 8 + 2)),
-    Q(Quantized(8), (18 * (64 + 2), 15 + 2)),
+    Q(Quantized(8), (18 * (64 + 2), 15 + 2), **SLOW),
     # Here a step is a group's range, and the largest step is 3.39e38.
-    Q(Quantized(1, symmetric=False), (18 * (8 + 4), 2 + 4), largest=1.6e38),
+    Q(Quantized(1, symmetric=False), (18 * (8 + 4), 2 + 4), largest=1.6e38, **SLOW),
     Q(Quantized(4, symmetric=False), (18 * (32 + 4), 8 + 4)),
     # The largest scale in 8 bits is 2^7.25, times 8 codes.
     Q(Quantized(4, 32, scale_bits=8), (30 * (16 + 1), 8 + 1), largest=1000.0),
     # Groups down the columns: 2 x 130 of 3 rows (3 bits: of 8), and 3 of 5.
-    Q(Quantized(8, axis=-2), (260 * (3 + 2), 3 * (5 + 2))),
+    Q(Quantized(8, axis=-2), (260 * (3 + 2), 3 * (5 + 2)), **SLOW),
     Q(Quantized(3, axis=-2, symmetric=False), (260 * (3 + 4), 3 * (3 + 4))),
     Q(Quantized(1, stochastic=True), (18 * (8 + 2), 2 + 2)),
-    Q(Quantized(2, symmetric=False, stochastic=True), (18 * (16 + 4), 4 + 4)),
-    Q(Quantized(4, stochastic=True, axis=-2), (260 * (2 + 2), 3 * (3 + 2))),
+    Q(Quantized(2, symmetric=False, stochastic=True), (18 * (16 + 4), 4 + 4), **SLOW),
+    Q(Quantized(4, stochastic=True, axis=-2), (260 * (2 + 2), 3 * (3 + 2)), **SLOW),
     Q(
         Quantized(8, stochastic=True, scale_bits=8),
         (18 * (64 + 1), 15 + 1),
         largest=1000.0,
+        **SLOW,
     ),
     # 2 slots and 1: six rows and five, 2 bytes each and for the index.
     Case(OutlierQuantized(4), (18 * 34 + 2 * 14, 10 + 12), outlier_bound),
@@ -186,9 +189,10 @@ CASES = [
         OutlierQuantized(3, 32, slots=5, symmetric=False),
         (30 * (12 + 4) + 5 * 14, (6 + 4) + 3 * 12),
         outlier_bound,
+        **SLOW,
     ),
     Case(Float8(), (18 * (64 + 2), 15 + 2), float8_bound),
-    Case(Hadamard(64), (780 * 4, 15 * 4), rotated_bound),
+    Case(Hadamard(64), (780 * 4, 15 * 4), rotated_bound, **SLOW),
     Case(Offload(), (0, 0), exact),
     # 32 of the largest add up to sqrt(32) times it.
     Case(
@@ -197,22 +201,32 @@ CASES = [
         rotated_quantized_bound,
         largest=2.5e37,
     ),
-    Case(Chain(Quantized(4), Offload()), (0, 0), first_bound),
+    Case(Chain(Quantized(4), Offload()), (0, 0), first_bound, **SLOW),
     Case(BitMask(), (98, 2), exact, "mask"),
     Case(Narrow(100), (780, 15), exact, "int"),
-    Case(Chain(Narrow(1000), Offload()), (0, 0), exact, "int"),
+    Case(Chain(Narrow(1000), Offload()), (0, 0), exact, "int", **SLOW),
 ]
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: repr(case.codec))
-floats = pytest.mark.parametrize(
-    "case", [c for c in CASES if c.kind == "float"], ids=lambda case: repr(case.codec)
-)
+
+
+def over(cases):
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(c, id=repr(c.codec), marks=[pytest.mark.slow] * c.slow)
+            for c in cases
+        ],
+    )
+
+
+every = over(CASES)
+floats = over([c for c in CASES if c.kind == "float"])
 # Offload and Hadamard alone keep all values; the others have steps.
 LOSSY = [
     c for c in CASES if c.kind == "float" and c.bound not in (exact, rotated_bound)
 ]
-lossy = pytest.mark.parametrize("case", LOSSY, ids=lambda case: repr(case.codec))
+lossy = over(LOSSY)
 STOCHASTIC = [c for c in CASES if getattr(c.codec, "stochastic", False)]
-stochastic = pytest.mark.parametrize("case", STOCHASTIC, ids=lambda c: repr(c.codec))
+stochastic = over(STOCHASTIC)
 
 
 def encoded_and_decoded(codec, x, seed=0):
@@ -524,6 +538,7 @@ VALUES = st.tuples(
 )
 
 
+@pytest.mark.slow  # compiles for each example; the codecs are tested above
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     st.sampled_from(LOSSY),

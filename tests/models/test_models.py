@@ -23,7 +23,15 @@ pytestmark = [
 FEW = "gpt2", "resnet", "mlp", "gcn"  # Hugging Face's, Linen's, NNX's, plain JAX's
 pairs = pytest.mark.parametrize(
     ("name", "policy"),
-    [*((name, "int4") for name in models.MODELS), *((name, "int8") for name in FEW)],
+    [
+        *((name, "int4") for name in FEW),
+        *(
+            pytest.param(name, policy, marks=pytest.mark.slow)
+            for name in models.MODELS
+            for policy in ("int4", "int8")
+            if (name in FEW) == (policy == "int8")
+        ),
+    ],
 )
 
 

@@ -48,6 +48,7 @@ def run(words, tmp_path):
     return of
 
 
+@pytest.mark.slow
 def test_a_gpt2_is_trained_resumed_exported_and_gone_on_from(run, tmp_path):
     given = ["--method", "exact", "--model", "gpt2-tiny", "--dropout", "0.3"]
     given += ["--steps", "4", "--checkpoint-every", "2", "--eval-every", "2"]
