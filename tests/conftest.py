@@ -8,6 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxcompact import cli
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if jax.config.jax_platforms == "cpu" or not os.environ.get("JAXCOMPACT_TEST_GPU"):
@@ -33,18 +35,30 @@ def compiled_once(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", autouse=True)
+def fonts_listed_once(tmp_path_factory):
+    """By matplotlib, in seconds: else once for each XDG_CACHE_HOME."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
+
+
+ORDINARY = jax.config.read("jax_disable_most_optimizations")
+
+
+@pytest.fixture(scope="session")
 def optimized():
     """Compiled as users' programs are: bits that are promised are promised of those."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    compile_anew(False)
-    yield
-    compile_anew(before)
 
 
-def compile_anew(disable_optimizations: bool):
-    jax.config.update("jax_disable_most_optimizations", disable_optimizations)
-    jax.clear_caches()
+@pytest.fixture(autouse=True)
+def optimizations(request):
+    """Those that the test asks for. From one to the next all is compiled anew."""
+    disabled = ORDINARY and "optimized" not in request.fixturenames
+    if jax.config.read("jax_disable_most_optimizations") != disabled:
+        jax.config.update("jax_disable_most_optimizations", disabled)
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
@@ -76,5 +90,27 @@ def jaxcompact_command(tmp_path):
         return subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True
         )
+
+    return run
+
+
+@pytest.fixture
+def jaxcompact_main(tmp_path, monkeypatch, capsys):
+    """As `jaxcompact_command`, in this process: to start one takes seconds.
+
+    Returns what it ends with, or None, and what it prints to stdout and stderr.
+    """
+
+    def run(module, *arguments):
+        (tmp_path / "my_module.py").write_text(module)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(sys, "path", sys.path.copy())
+        monkeypatch.delitem(sys.modules, "my_module", raising=False)
+        try:
+            said = cli.main(arguments)
+        except SystemExit as ended:
+            said = ended.code
+        return said, *capsys.readouterr()
 
     return run

@@ -23,12 +23,18 @@ def run(jaxcompact_command):
     return partial(jaxcompact_command, MODULE, "memory")
 
 
-def test_a_table_and_json(run):
+@pytest.fixture
+def here(jaxcompact_main):
+    return partial(jaxcompact_main, MODULE, "memory")
+
+
+def test_a_table_and_json(run, here):
     done = run("my_module:make_step", "--device", "l40s")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("NVIDIA L40S: 2.00 MiB, 0% of 44.99 GiB\n")
-    row = json.loads(run("my_module:make_step", "--batch", "512", "--json").stdout)
-    assert row["peak_bytes"] == sum(row["breakdown"].values()) == 2**22
+    said, out, _ = here("my_module:make_step", "--batch", "512", "--json")
+    row = json.loads(out)
+    assert said is None and row["peak_bytes"] == sum(row["breakdown"].values()) == 2**22
     assert row["device"] == "h200"
 
 
@@ -43,11 +49,21 @@ def test_jaxs_own_cache_is_left_alone(run, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("jax/*"))
 
 
-def test_the_largest_batch(run):
-    done = run("my_module:make_step", "--largest-batch", "--budget", "1MiB", "--json")
-    row = json.loads(done.stdout)
-    assert row["batch"] == 128 and row["peak"]["peak_bytes"] == 2**20
-    assert done.stderr.startswith("batch 1: 0.01 MiB, fits\n")
+def test_the_largest_batch(here):
+    said, out, err = here(
+        "my_module:make_step", "--largest-batch", "--budget", "1MiB", "--json"
+    )
+    row = json.loads(out)
+    assert said is None and row["batch"] == 128
+    assert row["peak"]["peak_bytes"] == 2**20
+    assert err.startswith("batch 1: 0.01 MiB, fits\n")
+
+
+def test_an_error_ends_the_process(run):
+    done = run("my_module:nothing")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("python -m jaxcompact memory: my_module:nothing must")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -65,8 +81,7 @@ def test_the_largest_batch(run):
         ),
     ],
 )
-def test_errors_are_one_line(run, arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("python -m jaxcompact memory: ")
-    assert message in done.stderr and done.stderr.count("\n") == 1
+def test_errors_are_one_line(here, arguments, message):
+    said, *printed = here(*arguments)
+    assert said.startswith("python -m jaxcompact memory: ") and message in said
+    assert "\n" not in said and printed == ["", ""]

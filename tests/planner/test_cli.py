@@ -51,8 +51,7 @@ def test_a_table_and_a_file(run, tmp_path):
         (["my_module:make_block", "--layers", "0"], "layers must be a positive int"),
     ],
 )
-def test_errors_are_one_line(run, arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 1 and done.stdout == ""
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("python -m jaxcompact plan: ") and message in last
+def test_errors_are_one_line(jaxcompact_main, arguments, message):
+    said, out, _ = jaxcompact_main(MODULE, "plan", *arguments)
+    assert said.startswith("python -m jaxcompact plan: ") and message in said
+    assert "\n" not in said and out == ""
