@@ -15,7 +15,14 @@ from methods import Method
 from training import Training
 
 CFG = ModelConfig(vocab_size=64, width=32, ff=48, layers=2, heads=4)
-METHODS = ["exact", "remat", "compact", "galore"]
+SLOW = pytest.mark.slow
+METHODS = [
+    pytest.param("exact", marks=SLOW),
+    pytest.param("remat", marks=SLOW),
+    "compact",
+    pytest.param("galore", marks=SLOW),
+]
+EITHER = pytest.mark.parametrize("name", METHODS[::2])
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -35,10 +42,16 @@ def assert_close(a, b, tolerance: float) -> None:
 
 
 @functools.cache
+def stepping(name: str):
+    """A job, and its step, which is compiled once for all tests."""
+    job = make(name)
+    return job, jax.jit(job.step)
+
+
+@functools.cache
 def trained(name: str):
     """First parameters, last state, losses, compilations of 12 steps on one batch."""
-    job = make(name)
-    step = jax.jit(job.step, donate_argnums=0)
+    job, step = stepping(name)
     state, losses = jax.jit(job.init)(), []
     first = jax.device_get(state.params)
     for _ in range(12):
@@ -61,6 +74,7 @@ def test_the_step_is_the_count_of_updates():
     assert state.step == jc.update_count(state.opt_state)
 
 
+@SLOW
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_begin_with_the_same_weights_and_loss(name):
     """The loss up to the order of float32 sums, which is each program's own."""
@@ -76,7 +90,7 @@ def gradients_of_8_sequences(name: str):
     return job, state, gradients, gradients(state, tokens_abt(1, 8))
 
 
-@pytest.mark.parametrize("name", ["exact", "compact"])
+@EITHER
 def test_microbatches_add_up_to_the_batch(name):
     """Means over 8 sequences, or over 4 of the means over 2: float32 sums reordered."""
     job, state, _, whole = gradients_of_8_sequences(name)
@@ -105,7 +119,7 @@ def test_microbatches_are_summed_in_float32_and_in_the_sketch():
     assert weight not in jaxpr and "f32[2,12,32]" in jaxpr
 
 
-@pytest.mark.parametrize("name", ["exact", "compact"])
+@EITHER
 def test_devices_that_share_a_batch_find_the_gradients_of_one(name):
     """Up to the order of sums. Updates may differ more: Adam magnifies it near 0."""
     job, state, _, alone = gradients_of_8_sequences(name)
@@ -117,11 +131,10 @@ def test_devices_that_share_a_batch_find_the_gradients_of_one(name):
     assert_close(alone, together, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["exact", "compact"])
+@EITHER
 def test_a_step_without_a_finite_loss_changes_nothing(name):
     """An id outside the vocabulary makes it NaN. The fourth step has a new P."""
-    job = make(name)
-    step = jax.jit(job.step)
+    job, step = stepping(name)
     state = jax.jit(job.init)()
     for _ in range(3):
         state, _ = step(state, tokens_abt(1, 4))
