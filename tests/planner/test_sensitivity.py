@@ -82,6 +82,7 @@ def test_what_is_encoded_is_what_is_measured(found):
         assert len(effect.errors) == len(CODECS) * (1 + scores)
 
 
+@pytest.mark.slow
 def test_each_tensor_alone(found, exact):
     """Predicted for each tensor, with the policy's codec; measured with it alone.
 
@@ -95,7 +96,9 @@ def test_each_tensor_alone(found, exact):
         assert predicted**0.5 == pytest.approx(float(measured), rel=0.05), name
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "bits", [*(pytest.param(b, marks=pytest.mark.slow) for b in (2, 3, 8)), 4]
+)
 def test_all_tensors_together(found, exact, bits):
     """The total variance within 10 %, of a bound of twice."""
     codec = {c.bits: c for c in CODECS}[bits]
@@ -104,6 +107,7 @@ def test_all_tensors_together(found, exact, bits):
     assert found.error(dict(policy.rules)) == pytest.approx(float(error), rel=0.1)
 
 
+@pytest.mark.slow
 def test_against_the_jacobian():
     """Of one layer, where the gradient as a function of what is stored is by hand."""
     keys = jax.random.split(jax.random.key(1), 3)
@@ -263,6 +267,7 @@ def made_up(errors, sizes, codecs=CODECS):
     return jc.Sensitivity("made_up", jc.policies.int4(), effects)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_no_other_bits_are_better(seed):
     rng = np.random.default_rng(seed)
@@ -328,6 +333,7 @@ def test_who_matters_more_gets_no_fewer_bits():
         assert each == sorted(each)
 
 
+@pytest.mark.slow
 def test_automatic_beats_uniform(found, exact):
     """At the bytes of uniform codecs, on the gradient itself."""
     for codec in CODECS[1::2]:

@@ -39,6 +39,7 @@ def test_output_and_gradients(kv_heads, dtype, optax_promotion):
         )
 
 
+@pytest.mark.slow
 def test_it_has_second_derivatives():
     q, k, v, ct = operands(2, jnp.float32)
 

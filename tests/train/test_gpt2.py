@@ -153,6 +153,7 @@ def test_embeddings_and_both_parts_of_a_layer_drop_out(monkeypatch):
     assert [n for _, n in layer] == [0, 1] * (len(layer) // 2) and layer
 
 
+@pytest.mark.slow
 def test_devices_that_share_a_batch_drop_the_same():
     """Up to the order of sums."""
     job, params, gradients, _ = dropping()

@@ -211,6 +211,7 @@ def residual_bytes(loss, params, tokens):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(vjp))
 
 
+@pytest.mark.slow
 def test_checkpoint_changes_what_is_saved_and_nothing_else(model, tokens):
     loss, params = loss_of(model)
     expected, expected_grads = jax.jit(jax.value_and_grad(loss))(params, tokens)
@@ -227,7 +228,9 @@ def test_checkpoint_changes_what_is_saved_and_nothing_else(model, tokens):
     assert saved[0] > saved[1] > saved[2]
 
 
-@pytest.mark.parametrize("bits, error", [(8, 0.02), (4, 0.3)])
+@pytest.mark.parametrize(
+    "bits, error", [pytest.param(8, 0.02, marks=pytest.mark.slow), (4, 0.3)]
+)
 def test_encoded_layers_leave_the_loss_and_little_of_the_bytes(
     model, tokens, bits, error
 ):
@@ -247,7 +250,14 @@ def test_encoded_layers_leave_the_loss_and_little_of_the_bytes(
     assert residual_bytes(loss, params, tokens) < 0.6 * saved
 
 
-@pytest.mark.parametrize("policy", [None, "nothing", jc.policies.int4()])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param("nothing", marks=pytest.mark.slow),
+        jc.policies.int4(),
+    ],
+)
 def test_kernels_in_a_subspace_pass_through_the_scan(tokens, policy):
     loss, params = loss_of(make(checkpoint=policy))
     rules = {"layers/(attn/[qkv]|mlp/(gate|up|down))/kernel": jc.Projection(rank=0.25)}

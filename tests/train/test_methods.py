@@ -48,7 +48,10 @@ def sizes(state) -> int:
     return sum(x.size for x in jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize("name", ["exact", "remat", "compact", "galore"])
+@pytest.mark.parametrize(
+    "name",
+    ["exact", pytest.param("remat", marks=pytest.mark.slow), "compact", "galore"],
+)
 def test_updates_have_the_parameters_shapes(name, params):
     method = Method(name)
     tx = optimizer(method)

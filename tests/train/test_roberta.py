@@ -219,6 +219,7 @@ def test_int4_takes_care_of_what_attention_reads():
     assert len(lines) == 2 and all("bits=8" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_microbatches_add_up():
     job = make(dataclasses.replace(CFG, dropout=0.0))
     state = jax.jit(job.init)()

@@ -195,6 +195,7 @@ def test_a_truncated_file(folder):
 # --- llama2.c --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stories_generates_its_golden_ids(data_dir):
     folder = data_dir / "stories260k"
     golden = json.loads((folder / "golden.json").read_text())
