@@ -1,7 +1,7 @@
 """`jc.checkpoint` composes as `jax.checkpoint` does, and changes nothing if exact."""
 
 import time
-from functools import partial, wraps
+from functools import cache, partial, wraps
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import jaxcompact as jc
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 SAVE, AGAIN = jc.Policy(default=jc.Save()), jc.Policy()
 LOSSY = jc.policies.uniform(Q8)
+SLOW = pytest.mark.slow
 # float32 products and sums in another order, relative to the gradient's norm.
 ULPS = 3e-6
 
@@ -152,6 +153,12 @@ def gradients(fun, *args, argnums=(0, 1)):
     return jax.jit(jax.grad(weighted(fun), argnums=argnums))(*args)
 
 
+@cache
+def plain(name):
+    """Gradients of a function itself."""
+    return gradients(FUNCTIONS[name], W, X)
+
+
 def relative(a, b):
     flat = [jnp.concatenate([y.ravel() for y in jax.tree.leaves(t)]) for t in (a, b)]
     a, b = (np.asarray(y, np.float64) for y in flat)
@@ -168,11 +175,10 @@ def equal(a, b):
 
 @by_name
 @pytest.mark.parametrize("policy", [SAVE, AGAIN])
-@pytest.mark.parametrize("params", [0, None])
+@pytest.mark.parametrize("params", [0, pytest.param(None, marks=SLOW)])
 def test_exact_actions_give_the_exact_gradient(name, policy, params):
-    fun = FUNCTIONS[name]
-    small = jc.checkpoint(fun, policy=policy, params=params)
-    assert relative(gradients(small, W, X), gradients(fun, W, X)) < ULPS
+    small = jc.checkpoint(FUNCTIONS[name], policy=policy, params=params)
+    assert relative(gradients(small, W, X), plain(name)) < ULPS
 
 
 @by_name
@@ -181,10 +187,9 @@ def test_encoded_gradients_are_close(name):
 
     More where they are amplified: y^7, y^3, the exponential of a norm of 5.
     """
-    fun = FUNCTIONS[name]
-    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+    small = jc.checkpoint(FUNCTIONS[name], policy=LOSSY, params=0)
     limit = {"cumulative": 0.1, "custom_jvp": 0.1, "expm": 0.2}.get(name, 0.04)
-    assert relative(gradients(small, W, X), gradients(fun, W, X)) < limit
+    assert relative(gradients(small, W, X), plain(name)) < limit
 
 
 # --- around it ---
@@ -290,31 +295,43 @@ def test_choices_of_explicitly_sharded_arrays(choose, policy):
     assert relative(got, gradients(fun, W, X)) < limit
 
 
-@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
-@pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_with_shard_map(inside, name, policy):
-    """The devices' parts of a batch, checkpointed one by one and all at once."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
+def of_a_part(name):
     def fun(w, x, positive):
         if name == "cond":  # a branch that differs by device hangs in plain JAX
             cases = (lambda: jnp.tanh(x @ w[0]), lambda: jnp.sin(x) @ w[1])
             return jax.lax.cond(positive, *cases)
         return jax.tree.leaves(FUNCTIONS[name](w, x))[0]
 
-    def over_devices(fun):
-        spec = PartitionSpec("data")
-        specs = PartitionSpec(), spec, PartitionSpec()
-        return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=spec)
+    return fun
 
-    small = partial(jc.checkpoint, policy=policy, params=0)
+
+def over_devices(fun):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    specs = PartitionSpec(), spec, PartitionSpec()
+    return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=spec)
+
+
+def both_gradients(fun):
+    grad = jax.jit(jax.grad(weighted(fun), argnums=(0, 1)))
+    return [grad(W, X, jnp.array(positive)) for positive in (True, False)]
+
+
+@cache
+def plain_over_devices(name):
+    return both_gradients(over_devices(of_a_part(name)))
+
+
+@pytest.mark.parametrize("policy", [pytest.param(SAVE, marks=SLOW), AGAIN, LOSSY])
+@pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_with_shard_map(inside, name, policy):
+    """The devices' parts of a batch, checkpointed one by one and all at once."""
+    small, fun = partial(jc.checkpoint, policy=policy, params=0), of_a_part(name)
     mapped = over_devices(small(fun)) if inside else small(over_devices(fun))
-    for positive in (True, False):
-        got = gradients(mapped, W, X, jnp.array(positive))
-        exact = gradients(over_devices(fun), W, X, jnp.array(positive))
-        limit = 0.04 if policy == LOSSY else ULPS
-        assert relative(got, exact) < limit
+    found = both_gradients(mapped)
+    for got, exact in zip(found, plain_over_devices(name), strict=True):
+        assert relative(got, exact) < (0.04 if policy == LOSSY else ULPS)
 
 
 def test_inputs_that_are_not_differentiated_are_kept_as_they_are():
@@ -557,7 +574,7 @@ def test_steps_are_traced_and_compiled_once():
     assert traced == [X.shape, X[:4].shape]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize(("shared", "limit"), [(True, 2.0), (False, 2.5)])
 def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
     """12 layers, unrolled; one function for all of them, or one for each.
@@ -625,6 +642,7 @@ def program(code):
     return fun
 
 
+@SLOW
 @pytest.mark.usefixtures("optimized")
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(INSTRUCTIONS, min_size=2, max_size=8), st.data())
@@ -634,10 +652,10 @@ def test_programs_at_random(code, data):
     rows = jc.explain(fun, W, X, policy=SAVE, params=0).rows
     names = [row.name for row in rows if row.kind != "parameter"]
     rules = {name: data.draw(ACTIONS, label=name) for name in names}
-    want = gradients(fun, W, X)
+    outputs, want = jax.jit(fun)(W, X), gradients(fun, W, X)
     for policy, limit in ((jc.Policy(rules), 10 * ULPS), (LOSSY, 0.2)):
         small = jc.checkpoint(fun, policy=policy, params=0)
-        equal(jax.jit(small)(W, X), jax.jit(fun)(W, X))
+        equal(jax.jit(small)(W, X), outputs)
         if any(leaf.any() for leaf in jax.tree.leaves(want)):
             assert relative(gradients(small, W, X), want) < limit
 
@@ -645,11 +663,20 @@ def test_programs_at_random(code, data):
 # --- outputs, bit for bit ---
 
 
+@cache
+def plain_outputs(name):
+    return jax.jit(FUNCTIONS[name])(W, X)
+
+
 @pytest.mark.usefixtures("optimized")
 @by_name
-@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY, jc.policies.int4()])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *(pytest.param(p, marks=SLOW) for p in (SAVE, AGAIN, LOSSY)),
+        jc.policies.int4(),
+    ],
+)
 def test_the_outputs_are_those_of_the_function(name, policy):
-    fun = FUNCTIONS[name]
-    equal(
-        jax.jit(jc.checkpoint(fun, policy=policy, params=0))(W, X), jax.jit(fun)(W, X)
-    )
+    small = jc.checkpoint(FUNCTIONS[name], policy=policy, params=0)
+    equal(jax.jit(small)(W, X), plain_outputs(name))

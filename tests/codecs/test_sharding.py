@@ -33,7 +33,7 @@ def compiled(codec, x):
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("axis", [0, 2])
+@pytest.mark.parametrize("axis", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_nothing_is_moved(codec, axis):
     """Axis 0 is the batch of data parallelism, axis 2 the width of a tensor parallel
     layer, in whole groups of 64."""

@@ -24,6 +24,7 @@ def ordinary_promotion():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_as_many_weights_as_published(name):
     _, params, _ = architectures.MODELS[name].build(2, None, False)
@@ -31,6 +32,7 @@ def test_as_many_weights_as_published(name):
     assert count == pytest.approx(WEIGHTS[name], rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["GPT-2 117M", "BERT-large", "GCN", "GAT"])
 def test_a_narrow_model_has_the_same_tensors(name):
     """Those of which sensitivity measures the bits are those that get them."""
