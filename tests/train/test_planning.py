@@ -1,5 +1,6 @@
 """Plans of a run: measured on its weights, looked at again, found again on resume."""
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -39,6 +40,24 @@ def planner(method="exact", cfg=CONFIG, **options):
     return planning.Planner(options, make_training, make_step, CONFIG.layers)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_codec():
+    """What is compiled to measure it is much less than for all."""
+    measuring = functools.partial(jc.planner.measuring, codecs=[jc.Quantized(4)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jc.planner, "measuring", measuring)
+        yield
+
+
+@pytest.fixture(scope="module")
+def measured(one_codec):
+    """A planner that has measured, and so compiled it; weights, what it found."""
+    with jax.numpy_dtype_promotion("standard"):
+        made = planner()
+        params = jax.jit(made.make_training().init)().params
+        return made, params, made.measure(params, TOKENS)
+
+
 def relative(a, b):
     norm = optax.tree.norm
     return float(norm(jax.tree.map(jnp.subtract, a, b)) / norm(b))
@@ -48,14 +67,14 @@ def relative(a, b):
     "method, cfg",
     [
         ("exact", CONFIG),
-        ("compact", CONFIG),
+        pytest.param("compact", CONFIG, marks=pytest.mark.slow),
         pytest.param("exact", GPT2, marks=pytest.mark.slow),  # with dropout
     ],
 )
 def test_what_it_measures_is_the_methods_gradient(method, cfg, optax_promotion):
     made = planner(method, cfg)
     training = made.make_training()
-    params = training.init().params
+    params = jax.jit(training.init)().params
     found = made.measure(params, TOKENS)
     codec = jc.Quantized(4)
     rules = dict.fromkeys(found.effects, codec)
@@ -63,7 +82,7 @@ def test_what_it_measures_is_the_methods_gradient(method, cfg, optax_promotion):
 
     def gradient(training):
         state = State(jnp.int32(0), params, None)
-        return training.gradients(state, jnp.asarray(TOKENS)[None])[1]
+        return jax.jit(training.gradients)(state, jnp.asarray(TOKENS)[None])[1]
 
     error = relative(gradient(lossy), gradient(training))
     assert found.error(rules) == pytest.approx(error, rel=0.15)
@@ -96,10 +115,9 @@ def test_names_under_flash_are_those_under_cudnn():
 
 
 @pytest.mark.slow
-def test_looking_again(optax_promotion):
-    made = planner()
-    params = made.make_training().init().params
-    found = made.measure(params, TOKENS)
+def test_looking_again(optax_promotion, measured):
+    made, params, found = measured
+    made = copy.copy(made)
     traces = block_of(made.make_step, found.base, "make_step")
     actions = {t.name: a for t, a, _ in traces.replay.chosen.values()}
     rounded = jc.Plan("layer", actions, "h200", 2**30, 0.0, 1, found.error(actions), 1)
@@ -128,7 +146,7 @@ def test_looking_again(optax_promotion):
 @pytest.mark.slow
 def test_the_first_weights_are_not_kept(optax_promotion):
     made = planner()
-    params = made.make_training().init().params
+    params = jax.jit(made.make_training().init)().params
     leaves = [weakref.ref(x) for x in jax.tree.leaves(params)]
     made.measure(params, TOKENS)
     del params
@@ -136,10 +154,10 @@ def test_the_first_weights_are_not_kept(optax_promotion):
     assert not any(leaf() is not None for leaf in leaves)
 
 
-def test_a_gradient_that_is_not_finite(optax_promotion):
+def test_a_gradient_that_is_not_finite(optax_promotion, measured):
     """The plan stays; that the loss is none is for the log to say."""
-    made = planner()
-    params = jax.tree.map(lambda x: x * jnp.nan, made.make_training().init().params)
+    made, params, _ = measured
+    params = jax.tree.map(lambda x: x * jnp.nan, params)
     plan, said = made.again("plan", params, TOKENS)
     assert plan == "plan" and "was not measured: sensitivity of" in said
 
