@@ -642,7 +642,6 @@ def program(code):
     return fun
 
 
-@SLOW
 @pytest.mark.usefixtures("optimized")
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(INSTRUCTIONS, min_size=2, max_size=8), st.data())
