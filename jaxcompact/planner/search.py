@@ -153,6 +153,11 @@ def plan_step(
         rest.append(nbytes - modelled(solution))
         return replace(plan, peak_bytes=nbytes)
 
+    # What takes least, without the host's help and, more slowly, with it.
+    smallest = (
+        min(_between(within, rules), key=modelled, default=None)
+        for within in (without_host(asked), asked)
+    )
     found: list[Plan] = []
     best = None
     while len(found) < _COMPILES:
@@ -161,18 +166,18 @@ def plan_step(
         if best and (solution is None or solution.seconds >= best.seconds):
             break
         if not best and (solution is None or len(found) == _COMPILES - 1):
-            solution = _smallest(asked, rules, limit - rest[-1], modelled)
+            known = [plan.actions for plan in found]
+            others = (s for s in smallest if s and _actions(asked, s) not in known)
+            solution = next(others, None)
             if solution is None:
-                raise ValueError(
-                    f"max_error must be reachable, got {max_error!r}: no plan is"
-                )
-            if _actions(asked, solution) in [plan.actions for plan in found]:
                 break
         found.append(compiled(solution))
         if found[-1].peak_bytes <= limit:
             best = found[-1]
             if best.peak_bytes >= _NEAR * limit:
                 break
+    if not found:
+        raise ValueError(f"max_error must be reachable, got {max_error!r}: no plan is")
     if best is None:
         least = min(found, key=lambda plan: plan.peak_bytes)
         beside = gib(least.peak_bytes - layers * least.nbytes)
@@ -204,21 +209,6 @@ def budget_bytes(budget: int | str | None, device: str) -> int:
 def _nbytes(args: Any) -> int:
     leaves = map(jax.typeof, jax.tree.leaves(args))
     return sum(x.size * x.dtype.itemsize for x in leaves)
-
-
-def _smallest(
-    asked: Problem,
-    rules: dict[str, float],
-    limit: float,
-    modelled: Callable[[Solution], int],
-) -> Solution | None:
-    """That which takes least, as it is modelled; with the host's help if it must."""
-    found: list[Solution] = []
-    for within in (without_host(asked), asked):
-        found += _between(within, rules)
-        if any(modelled(solution) <= limit for solution in found):
-            break
-    return min(found, key=modelled, default=None)
 
 
 def _between(asked: Problem, rules: dict[str, float]) -> list[Solution]:
