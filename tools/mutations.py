@@ -119,8 +119,8 @@ MUTATIONS = [
     Mutation(
         "a plan above its budget is taken",
         "jaxcompact/planner/search.py",
-        "if last.peak_bytes <= limit:",
-        "if last.peak_bytes >= limit:",
+        "if found[-1].peak_bytes <= limit:",
+        "if found[-1].peak_bytes >= limit:",
         "tests/planner/test_plan.py::test_budgets_are_kept_and_used",
     ),
     Mutation(
