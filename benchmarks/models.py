@@ -270,11 +270,12 @@ def table() -> None:
         cells = ["", "", "", mean(lambda row, _: row["loss"], ".4f"), ""]
         accuracy = mean(lambda row, _: 100 * row["accuracy"], ".2f"), ""
         if label != "exact":
-            cells[:3] = [
-                f"{first['error']:.4f}",
-                f"{first['predicted']:.4f}",
-                f"{100 * first['stored'] / first['exact']:.0f} %",
-            ]
+            if "error" in first:
+                cells[:3] = [
+                    f"{first['error']:.4f}",
+                    f"{first['predicted']:.4f}",
+                    f"{100 * first['stored'] / first['exact']:.0f} %",
+                ]
             cells[4] = mean(lambda a, b: 100 * (a["loss"] / b["loss"] - 1)) + " %"
             gap = mean(lambda a, b: 100 * (a["accuracy"] - b["accuracy"]))
             accuracy = accuracy[0], gap
