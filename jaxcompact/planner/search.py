@@ -1,5 +1,6 @@
 """The search for a plan: solve, compile for the card, correct, solve again."""
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -153,6 +154,9 @@ def plan_step(
         rest.append(nbytes - modelled(solution))
         return replace(plan, peak_bytes=nbytes)
 
+    def fastest(aim: float) -> Solution | None:
+        return _fastest(asked, rules, aim - rest[-1], layers, modelled)
+
     # What takes least, without the host's help and, more slowly, with it.
     smallest = (
         min(_between(within, rules), key=modelled, default=None)
@@ -161,11 +165,16 @@ def plan_step(
     found: list[Plan] = []
     best = None
     while len(found) < _COMPILES:
-        aim = limit if best or not found else _SAFE * limit
-        solution = _fastest(asked, rules, aim - rest[-1], layers, modelled)
+        solution = fastest(limit)
         if best and (solution is None or solution.seconds >= best.seconds):
             break
-        if not best and (solution is None or len(found) == _COMPILES - 1):
+        if found and not best:
+            safe, last = fastest(_SAFE * limit), len(found) == _COMPILES - 1
+            if last or safe and rest[-1] + modelled(safe) >= _NEAR * limit:
+                solution = safe
+            if last and abs(rest[-1] - rest[-2]) > (1 - _SAFE) * limit:
+                solution = None  # what was corrected errs by more
+        if not best and solution is None:
             known = [plan.actions for plan in found]
             others = (s for s in smallest if s and _actions(asked, s) not in known)
             solution = next(others, None)
@@ -207,8 +216,13 @@ def budget_bytes(budget: int | str | None, device: str) -> int:
 
 
 def _nbytes(args: Any) -> int:
-    leaves = map(jax.typeof, jax.tree.leaves(args))
-    return sum(x.size * x.dtype.itemsize for x in leaves)
+    """Of arrays or their shapes, on one device."""
+    total = 0
+    for leaf in jax.tree.leaves(args):
+        aval, sharding = jax.typeof(leaf), getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(aval.shape) if sharding else aval.shape
+        total += math.prod(shape) * aval.dtype.itemsize
+    return total
 
 
 def _between(asked: Problem, rules: dict[str, float]) -> list[Solution]:

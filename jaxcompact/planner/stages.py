@@ -11,8 +11,6 @@ from jaxcompact.kinds import expensive
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.schedule import in_order
 
-_SCATTERS = ("scatter-add", "scatter-mul")
-
 
 @dataclass(frozen=True)
 class Stages:
@@ -58,7 +56,7 @@ def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
                     loaded[source].add(stage)
             if value in chain:
                 last[value] = stage
-                if there and op.kind not in _SCATTERS:
+                if there and op.kind != "scatter-add":
                     first.setdefault(value, stage)
         if there:
             first.update(dict.fromkeys(op.outs, stage))
@@ -79,9 +77,9 @@ def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
 def loads(op: Op) -> bool:
     """Whether an operation's operands are in memory.
 
-    Matrix products and scatters are fused with what theirs are elementwise made of.
+    Products and sums of segments are fused with what theirs are elementwise made of.
     """
-    return expensive(op) and op.kind != "dot_general" and op.kind not in _SCATTERS
+    return expensive(op) and op.kind not in ("dot_general", "scatter-add")
 
 
 def _nbytes(aval: Any) -> int:

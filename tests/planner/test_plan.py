@@ -4,12 +4,14 @@ import dataclasses
 import json
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.planner import search
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of
@@ -218,6 +220,63 @@ def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
     traced, sized, *compiled = seen
     assert len(compiled) == len(lines) and found in compiled
     assert found.peak_bytes <= 160 * MIB
+
+
+# The block's layers can store 0 (with the host's help), 14, 55.5, 64.25, ..., 231.5,
+# 240.25, 278.75, ... and 416.25 MiB, the more the faster, beside 41 MiB of arguments.
+@pytest.mark.parametrize(
+    ("budget", "beside", "stored"),
+    [
+        pytest.param(500, [41], [416.25], id="all fits"),
+        pytest.param(970.5, [905, 905], [416.25, 55.5], id="with a margin"),
+        pytest.param(382, [141, 141], [278.75, 240.25], id="much left by a margin"),
+        pytest.param(382, [141, 143, 143], [278.75, 240.25, 231.5], id="just above"),
+        pytest.param(382, [141, 160, 160], [278.75, 240.25, 14], id="not understood"),
+        pytest.param(382, [91, 91], [278.75], id="the first fits"),
+        pytest.param(382, [61, 61], [278.75], id="a faster one would not"),
+        pytest.param(500, [600, 485], [416.25, 14], id="just possible"),
+        pytest.param(500, [600, 490, 490], [416.25, 14, 0], id="with the host"),
+    ],
+)
+def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
+    """By what their programs take beside what they store."""
+    tried = []
+
+    def peak(step, *args, device):
+        tried.append(steps[-1].nbytes * LAYERS / MIB)
+        return SimpleNamespace(
+            peak_bytes=int((tried[-1] + beside[len(tried) - 1]) * MIB)
+        )
+
+    def make_step(policy):
+        steps.append(policy)
+        return scanned(policy)
+
+    steps, scanned = [], search.scan_step(block, (PARAMS, X), LAYERS, 0)
+    monkeypatch.setattr(search, "peak", peak)
+    monkeypatch.setattr(search, "alive", lambda asked, chosen: 0)
+    found = jc.plan_step(make_step, layers=LAYERS, budget=f"{budget}MiB")
+    assert tried == stored
+    assert found.nbytes * LAYERS / MIB == stored[-1]
+
+
+def test_arguments_lie_on_several_devices(monkeypatch):
+    """Of what an optimizer knows, a fourth is here, and seen to fit at once."""
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=types)
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    moments = jax.ShapeDtypeStruct((2**14, 2**14), jnp.bfloat16, sharding=sharding)
+    scanned = search.scan_step(block, (PARAMS, X), LAYERS, 0)
+
+    def make_step(policy):
+        step, args = scanned(policy)
+        return lambda state, *args: (step(*args), state), (moments, *args)
+
+    lines = []
+    found = jc.plan_step(
+        make_step, layers=LAYERS, budget="800MiB", progress=lines.append
+    )
+    assert found.seconds == 0 and len(lines) == 1  # 512 MiB, and 457 beside them
 
 
 def test_a_step_without_a_block():
