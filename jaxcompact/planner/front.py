@@ -14,7 +14,7 @@ from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device
 from jaxcompact.planner.measured import operation_seconds
-from jaxcompact.planner.milp import solve
+from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
@@ -142,7 +142,7 @@ def front(
     codecs: Sequence[Codec] = CODECS,
     count: int = 24,
 ) -> Front:
-    """The plans of a step's block at ``count`` sizes, by the model alone.
+    """The plans of a step's block, looked for at ``count`` sizes, by the model alone.
 
     No step is compiled: sizes are what is stored between the passes. Times are those of
     `plan_step`, of the block's forward and backward pass.
@@ -163,19 +163,10 @@ def front(
     whole = _point("", traces, card).seconds
 
     def points(asked, name, noise):
-        ends = [solve(asked, noise=noise, smallest=s) for s in (True, False)]
-        if None in ends:
-            return ()
-        sizes = np.linspace(*(end.nbytes for end in ends), count)
-        found = [solve(asked, noise=noise, nbytes=float(size)) for size in sizes]
-        made = {s.nbytes: s for s in (*ends, *filter(None, found))}
-        best, fastest = [], np.inf
-        for nbytes, solution in sorted(made.items()):
-            if solution.seconds < fastest:
-                fastest = solution.seconds
-                seconds, error = whole + solution.seconds, solution.noise**0.5
-                best.append(Point(name, nbytes, seconds, error))
-        return tuple(best)
+        return tuple(
+            Point(name, s.nbytes, whole + s.seconds, s.noise**0.5)
+            for s in reversed(frontier(asked, noise, count))
+        )
 
     return Front(
         traces.traced.label,

@@ -127,3 +127,35 @@ def solve(
         sum(option.nbytes for option in chosen if option),
         problem.noise + sum(error[k] for k in error if found[k]),
     )
+
+
+def frontier(problem: Problem, noise: float, count: int = 64) -> list[Solution]:
+    """Solutions of which none is faster and as small, the fastest first.
+
+    Not all: programs for ``count`` sizes are solved, each halfway where most bytes
+    times seconds lie between two. Empty if no solution is within ``noise``.
+    """
+    fast, slow = (solve(problem, noise=noise, smallest=s) for s in (False, True))
+    if slow is None:
+        return []
+    gaps = [(fast, slow, slow.nbytes)]  # and the size above which others may lie
+
+    def hidden(gap: tuple[Solution, Solution, float]) -> float:
+        fast, slow, above = gap
+        return (fast.nbytes - above) * (slow.seconds - fast.seconds)
+
+    for _ in range(count):
+        gap = max(gaps, key=hidden)
+        if hidden(gap) <= 0:
+            break
+        gaps.remove(gap)
+        fast, slow, above = gap
+        middle = (fast.nbytes + above) / 2
+        found = solve(problem, nbytes=middle, noise=noise)
+        gaps += [(fast, found, middle), (found, slow, above)]
+    found = {s for gap in gaps for s in gap[:2]}
+    best = []
+    for solution in sorted(found, key=lambda s: (s.nbytes, s.seconds)):
+        if not best or solution.seconds < best[-1].seconds:
+            best.append(solution)
+    return best[::-1]

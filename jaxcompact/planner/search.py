@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
 from jaxcompact.planner.alive import alive
 from jaxcompact.planner.measured import present
-from jaxcompact.planner.milp import Solution, solve
+from jaxcompact.planner.milp import Solution, frontier, solve
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import (
     CODECS,
@@ -32,7 +32,6 @@ from jaxcompact.policy import Action, ChoosesActions
 _COMPILES = 3
 _NEAR = 0.98  # of the budget: no other plan is looked for above that
 _SAFE = 0.99  # of it, where nothing that fits is known: a corrected model errs by 1 %
-_SIZES = 8  # of what is stored, that the smallest plan is looked for among
 
 
 def plan(
@@ -125,7 +124,6 @@ def plan_step(
     if present(card):
         say(f"operations are timed on this machine's {card.name}, if they were not yet")
     traces, asked = problem_of(make_step, card, max_error, sensitivity, codecs)
-    rules = {"noise": max_error**2}
 
     # What each that was compiled took beside its model: at first the least it can be.
     rest = [_nbytes(make_step(policies.int4())[1])]
@@ -154,14 +152,20 @@ def plan_step(
         rest.append(nbytes - modelled(solution))
         return replace(plan, peak_bytes=nbytes)
 
-    def fastest(aim: float) -> Solution | None:
-        return _fastest(asked, rules, aim - rest[-1], layers, modelled)
+    # What lives beside what is stored is known of a solution alone.
+    solutions = frontier(asked, max_error**2)
 
-    # What takes least, without the host's help and, more slowly, with it.
-    smallest = (
-        min(_between(within, rules), key=modelled, default=None)
-        for within in (without_host(asked), asked)
-    )
+    def fastest(aim: float) -> Solution | None:
+        return next((s for s in solutions if rest[-1] + modelled(s) <= aim), None)
+
+    def smallest() -> Iterator[Solution]:
+        """Without the host's help and, more slowly, with it."""
+        for within in (without_host(asked), asked):
+            if least := solve(within, noise=max_error**2, smallest=True):
+                others = frontier(within, max_error**2)
+                yield min((least, *others), key=modelled)
+
+    small = smallest()
     found: list[Plan] = []
     best = None
     while len(found) < _COMPILES:
@@ -176,8 +180,7 @@ def plan_step(
                 solution = None  # what was corrected errs by more
         if not best and solution is None:
             known = [plan.actions for plan in found]
-            others = (s for s in smallest if s and _actions(asked, s) not in known)
-            solution = next(others, None)
+            solution = next((s for s in small if _actions(asked, s) not in known), None)
             if solution is None:
                 break
         found.append(compiled(solution))
@@ -223,37 +226,6 @@ def _nbytes(args: Any) -> int:
         shape = sharding.shard_shape(aval.shape) if sharding else aval.shape
         total += math.prod(shape) * aval.dtype.itemsize
     return total
-
-
-def _between(asked: Problem, rules: dict[str, float]) -> list[Solution]:
-    """The fastest at sizes of what is stored, from the smallest to what is fastest."""
-    ends = [solve(asked, **rules, smallest=smallest) for smallest in (True, False)]
-    if None in ends:
-        return []
-    low, high = (end.nbytes for end in ends)
-    sizes = (low + (high - low) * k / _SIZES for k in range(1, _SIZES))
-    return [*ends, *(solve(asked, **rules, nbytes=size) for size in sizes)]
-
-
-def _fastest(
-    asked: Problem,
-    rules: dict[str, float],
-    limit: float,
-    layers: int,
-    modelled: Callable[[Solution], int],
-) -> Solution | None:
-    """The fastest whose size, as it is modelled, is within a limit.
-
-    What lives beside what is stored is known of a solution alone: the more that is
-    over the limit, the less is to be stored by the next one.
-    """
-    stored = limit
-    while solution := solve(asked, **rules, nbytes=stored / layers):
-        over = modelled(solution) - limit
-        if over <= 0:
-            break
-        stored = layers * solution.nbytes - over
-    return solution
 
 
 def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import time
 
 import jax
@@ -13,7 +14,7 @@ import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.memory import devices
 from jaxcompact.planner.block import Noting
-from jaxcompact.planner.milp import solve
+from jaxcompact.planner.milp import frontier, solve
 from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.replay import Residual
 
@@ -108,26 +109,45 @@ def cost(asked, chosen):
     return seconds + sum(option.seconds for option in stored.values())
 
 
+def choices(asked):
+    """Seconds and bytes of each choice there is."""
+    options = ((None, *item.options) for item in asked.items)
+    every = (
+        (cost(asked, chosen), sum(o.nbytes for o in chosen if o))
+        for chosen in itertools.product(*options)
+    )
+    possible = [(seconds, size) for seconds, size in every if seconds is not None]
+    assert len(possible) > 20
+    return possible
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_it_is_the_best_of_all_choices(name):
     found = asked(FUNCTIONS[name])
-    every = [
-        (cost(found, chosen), sum(o.nbytes for o in chosen if o), chosen)
-        for chosen in itertools.product(
-            *((None, *item.options) for item in found.items)
-        )
-    ]
-    every = [choice for choice in every if choice[0] is not None]
-    assert len(every) > 20
-    sizes = sorted({size for _, size, _ in every})
+    every = choices(found)
+    sizes = sorted({size for _, size in every})
     for limit in sizes[:: max(1, len(sizes) // 12)]:
-        best = min(seconds for seconds, size, _ in every if size <= limit)
+        best = min(seconds for seconds, size in every if size <= limit)
         solution = solve(found, nbytes=limit)
         assert solution.nbytes <= limit
         assert solution.seconds == pytest.approx(best, rel=1e-6)
         assert cost(found, solution.chosen) == pytest.approx(solution.seconds)
     assert solve(found, nbytes=sizes[0] - 1) is None
     assert solve(found, smallest=True).nbytes == sizes[0]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_frontier_is_that_of_all_choices(name):
+    """None is faster than all that are smaller, and none such is missing."""
+    found, best = asked(FUNCTIONS[name]), []
+    for seconds, size in sorted(choices(found), key=lambda choice: choice[::-1]):
+        if not best or seconds < best[-1][0] * (1 - 1e-6):
+            best.append((seconds, size))
+    solutions = frontier(found, noise=math.inf)[::-1]
+    assert [s.nbytes for s in solutions] == [size for _, size in best]
+    seconds = [s.seconds for s in solutions]
+    assert seconds == pytest.approx([seconds for seconds, _ in best], rel=1e-6)
+    assert frontier(found, noise=-1) == []
 
 
 @pytest.mark.parametrize("name", ["mlp", "deep", "relu"])
