@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,15 @@ from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
-from jaxcompact.planner.alive import alive
+from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.measured import present
-from jaxcompact.planner.milp import Solution, frontier, solve
+from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import (
     CODECS,
     Problem,
     named,
     problem_of,
-    without_host,
 )
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
@@ -128,8 +127,8 @@ def plan_step(
     # What each that was compiled took beside its model: at first the least it can be.
     rest = [_nbytes(make_step(policies.int4())[1])]
 
-    def modelled(solution: Solution) -> int:
-        return layers * solution.nbytes + alive(asked, solution.chosen)
+    candidates = Candidates(asked, layers, max_error**2)
+    smallest = candidates.smallest()
 
     def compiled(solution: Solution) -> Plan:
         plan = Plan(
@@ -147,40 +146,28 @@ def plan_step(
         time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
         line = f"{gib(nbytes)}: {time} and {size} a layer"
         if len(rest) > 1:
-            line += f"; {gib(rest[-1] + modelled(solution))} expected"
+            line += f"; {gib(rest[-1] + candidates.nbytes(solution))} expected"
         say(line)
-        rest.append(nbytes - modelled(solution))
+        rest.append(nbytes - candidates.nbytes(solution))
         return replace(plan, peak_bytes=nbytes)
 
-    # What lives beside what is stored is known of a solution alone.
-    solutions = frontier(asked, max_error**2)
-
-    def fastest(aim: float) -> Solution | None:
-        return next((s for s in solutions if rest[-1] + modelled(s) <= aim), None)
-
-    def smallest() -> Iterator[Solution]:
-        """Without the host's help and, more slowly, with it."""
-        for within in (without_host(asked), asked):
-            if least := solve(within, noise=max_error**2, smallest=True):
-                others = frontier(within, max_error**2)
-                yield min((least, *others), key=modelled)
-
-    small = smallest()
     found: list[Plan] = []
     best = None
     while len(found) < _COMPILES:
-        solution = fastest(limit)
+        solution = candidates.fastest(limit - rest[-1])
         if best and (solution is None or solution.seconds >= best.seconds):
             break
         if found and not best:
-            safe, last = fastest(_SAFE * limit), len(found) == _COMPILES - 1
-            if last or safe and rest[-1] + modelled(safe) >= _NEAR * limit:
+            safe = candidates.fastest(_SAFE * limit - rest[-1])
+            last = len(found) == _COMPILES - 1
+            if last or safe and rest[-1] + candidates.nbytes(safe) >= _NEAR * limit:
                 solution = safe
             if last and abs(rest[-1] - rest[-2]) > (1 - _SAFE) * limit:
                 solution = None  # what was corrected errs by more
         if not best and solution is None:
             known = [plan.actions for plan in found]
-            solution = next((s for s in small if _actions(asked, s) not in known), None)
+            others = (s for s in smallest if _actions(asked, s) not in known)
+            solution = next(others, None)
             if solution is None:
                 break
         found.append(compiled(solution))

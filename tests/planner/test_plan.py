@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
-from jaxcompact.planner import search
+from jaxcompact.planner import candidates, search
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of
@@ -254,7 +254,7 @@ def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
 
     steps, scanned = [], search.scan_step(block, (PARAMS, X), LAYERS, 0)
     monkeypatch.setattr(search, "peak", peak)
-    monkeypatch.setattr(search, "alive", lambda asked, chosen: 0)
+    monkeypatch.setattr(candidates, "alive", lambda asked, chosen: 0)
     found = jc.plan_step(make_step, layers=LAYERS, budget=f"{budget}MiB")
     assert tried == stored
     assert found.nbytes * LAYERS / MIB == stored[-1]
