@@ -17,7 +17,7 @@ class Candidates:
 
     def __init__(self, asked: Problem, layers: int, noise: float):
         self.asked, self.layers, self.noise = asked, layers, noise
-        self.frontier = frontier(asked, noise)
+        self.known = frontier(asked, noise)  # the fastest first
 
     def nbytes(self, solution: Solution) -> int:
         """In all layers, at the peak of a backward pass."""
@@ -25,23 +25,23 @@ class Candidates:
 
     def fastest(self, limit: float) -> Solution | None:
         """That takes no more than that, if there is one."""
-        fits = [self.nbytes(solution) <= limit for solution in self.frontier]
-        if not any(fits):
+
+        def fits(solution: Solution) -> bool:
+            return self.nbytes(solution) <= limit
+
+        fitting = [k for k, solution in enumerate(self.known) if fits(solution)]
+        if not fitting:
             return None
-        after = fits.index(True)
-        found = self.frontier[after]
-        if after == 0:
-            return found
-        # Another may lie between that and the last that is too large.
-        low, high = found.nbytes, self.frontier[after - 1].nbytes
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            between = solve(self.asked, nbytes=middle, noise=self.noise)
-            if self.nbytes(between) <= limit:
-                found, low = between, middle
-            else:
-                high = between.nbytes
-        return found
+        first = fitting[0]
+        if first > 0:  # others may lie between that and the one before
+            low, high = (self.known[k].nbytes for k in (first, first - 1))
+            for _ in range(_HALVINGS):
+                middle = (low + high) / 2
+                between = solve(self.asked, nbytes=middle, noise=self.noise)
+                self.known.append(between)
+                low, high = (middle, high) if fits(between) else (low, between.nbytes)
+            self.known.sort(key=lambda solution: solution.seconds)
+        return next(filter(fits, self.known))
 
     def smallest(self) -> Iterator[Solution]:
         """Without the host's help and, more slowly, with it."""

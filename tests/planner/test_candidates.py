@@ -28,14 +28,14 @@ def asked():
     return problem_of(make_step, jc.memory.devices()["h200"], 0.2, None, CODECS)[1]
 
 
-@pytest.mark.parametrize("count", [4, 48])
+@pytest.mark.parametrize("count", [4, 64])
 def test_none_is_faster(asked, monkeypatch, count):
     """However few of them are looked at before a limit is known."""
     every = frontier(asked, NOISE, 500)
     assert len(every) > 10
     monkeypatch.setattr(candidates, "frontier", partial(frontier, count=count))
     some = Candidates(asked, LAYERS, NOISE)
-    assert len(some.frontier) < len(every) or count == 48
+    assert len(some.known) < len(every) or count == 64
     sizes = sorted(map(some.nbytes, every))
     for limit in (*sizes, sizes[-1] * 2):
         best = min(s.seconds for s in every if some.nbytes(s) <= limit)
@@ -50,5 +50,5 @@ def test_the_smallest_are_without_the_host_and_with_it(asked):
     alone, helped = some.smallest()
     assert not any(option and option.away for option in alone.chosen)
     assert any(option and option.away for option in helped.chosen)
-    assert some.nbytes(helped) <= min(map(some.nbytes, (alone, *some.frontier)))
+    assert some.nbytes(helped) <= min(map(some.nbytes, (alone, *some.known)))
     assert helped.seconds > alone.seconds
