@@ -9,7 +9,8 @@ from jaxcompact.planner.alive import alive
 from jaxcompact.planner.milp import Solution, frontier, solve
 from jaxcompact.planner.problem import Problem, without_host
 
-_HALVINGS = 10  # of what lies between two solutions
+_STEPS = 16  # from one known solution to the next
+_LEAST = 1e-5  # of what can be stored, in such a step: above the solver's tolerance
 
 
 class Candidates:
@@ -32,15 +33,19 @@ class Candidates:
         fitting = [k for k, solution in enumerate(self.known) if fits(solution)]
         if not fitting:
             return None
+        # One may lie between the fastest of them and the last that is too large.
         first = fitting[0]
-        if first > 0:  # others may lie between that and the one before
-            low, high = (self.known[k].nbytes for k in (first, first - 1))
-            for _ in range(_HALVINGS):
-                middle = (low + high) / 2
-                between = solve(self.asked, nbytes=middle, noise=self.noise)
-                self.known.append(between)
-                low, high = (middle, high) if fits(between) else (low, between.nbytes)
-            self.known.sort(key=lambda solution: solution.seconds)
+        low, high = (self.known[max(k, 0)].nbytes for k in (first, first - 1))
+        for _ in range(_STEPS):
+            high -= _LEAST * self.known[0].nbytes
+            if high <= low:
+                break
+            between = solve(self.asked, nbytes=high, noise=self.noise)
+            self.known.append(between)
+            if fits(between):
+                break
+            high = between.nbytes
+        self.known.sort(key=lambda solution: solution.seconds)
         return next(filter(fits, self.known))
 
     def smallest(self) -> Iterator[Solution]:

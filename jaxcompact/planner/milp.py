@@ -129,7 +129,7 @@ def solve(
     )
 
 
-def frontier(problem: Problem, noise: float, count: int = 64) -> list[Solution]:
+def frontier(problem: Problem, noise: float, count: int = 48) -> list[Solution]:
     """Solutions of which none is faster and as small, the fastest first.
 
     Not all: programs for ``count`` sizes are solved, each halfway where most bytes
