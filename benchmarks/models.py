@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,10 +186,16 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
     cts[0] = jax.grad(cross_entropy)(outs[0], labels, weights)
     kept = [flat[i] for i in plan.replay.kept]
 
+    @jax.jit
     def backward(kept, stored):
         return vector(plan.backward(kept, stored, plan.active(cts)))
 
     start = backward(kept, stored)
+
+    @partial(jax.jit, static_argnums=0)
+    def rounded(codec, x):
+        return codec.decode(codec.encode(x))
+
     places = {slot.tensor.name: k for k, slot in enumerate(plan.replay.slots)}
     inputs_at = {plan.replay.graph.inputs[i]: k for k, i in enumerate(plan.replay.kept)}
     squares = []
@@ -201,10 +208,10 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
             k = places[slot.tensor.name]
             store = plan.stores[k]
             x = store.decode(stored[k])
-            other[k] = store.encode(slot.action.decode(slot.action.encode(x)))
+            other[k] = store.encode(rounded(slot.action, x))
         else:
             k = inputs_at[slot.source]
-            other_kept[k] = slot.action.decode(slot.action.encode(kept[k]))
+            other_kept[k] = rounded(slot.action, kept[k])
         squares.append(jnp.sum((backward(other_kept, other) - start) ** 2))
     exact_bytes = {s.tensor.name: s.tensor.nbytes for s in real.replay.slots}
     return {

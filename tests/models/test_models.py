@@ -86,8 +86,8 @@ def test_gradients_are_off_by_what_each_tensor_adds(name, policy, data_dir):
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.slow
 def test_training_starts_as_without(name, data_dir):
-    """Twenty steps, from where losses differ most; docs/results.md has all of them."""
-    t = dataclasses.replace(task(name, data_dir), steps=20)
+    """Ten steps, from where losses differ most; docs/results.md has all of them."""
+    t = dataclasses.replace(task(name, data_dir), steps=10)
     exact, small = (
         models.train(t, policy, 0) for policy in (None, models.POLICIES["int4"])
     )
