@@ -1,6 +1,7 @@
 """Solutions by what they take in all: what is stored, and what lives beside it.
 
-The latter is known of a solution alone, so that it is no row of the integer program.
+The integer program knows the latter nearly, a solution's is known exactly: the first is
+corrected by the second. Where it does not bind, all sizes of what is stored are tried.
 """
 
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from jaxcompact.planner.alive import alive
 from jaxcompact.planner.milp import Solution, frontier, solve
 from jaxcompact.planner.problem import Problem, without_host
 
-_STEPS = 16  # from one known solution to the next
+_STEPS = 16  # from one solution of the frontier to the next
 _LEAST = 1e-5  # of what can be stored, in such a step: above the solver's tolerance
+_CORRECTIONS = 8  # of the program's limit
+_HALVINGS = 8  # of where that may lie
 
 
 class Candidates:
@@ -18,7 +21,8 @@ class Candidates:
 
     def __init__(self, asked: Problem, layers: int, noise: float):
         self.asked, self.layers, self.noise = asked, layers, noise
-        self.known = frontier(asked, noise)  # the fastest first
+        self.frontier = frontier(asked, noise)
+        self.known = [*self.frontier, *self._tightest(asked)]
 
     def nbytes(self, solution: Solution) -> int:
         """In all layers, at the peak of a backward pass."""
@@ -26,31 +30,59 @@ class Candidates:
 
     def fastest(self, limit: float) -> Solution | None:
         """That takes no more than that, if there is one."""
+        self.known += [*self._near(limit), *self._corrected(limit)]
+        fitting = (s for s in self.known if self.nbytes(s) <= limit)
+        return min(fitting, key=lambda s: s.seconds, default=None)
 
-        def fits(solution: Solution) -> bool:
-            return self.nbytes(solution) <= limit
-
-        fitting = [k for k, solution in enumerate(self.known) if fits(solution)]
-        if not fitting:
-            return None
-        # One may lie between the fastest of them and the last that is too large.
-        first = fitting[0]
-        low, high = (self.known[max(k, 0)].nbytes for k in (first, first - 1))
+    def _near(self, limit: float) -> Iterator[Solution]:
+        """From the last of the frontier that is too large to the next that is not."""
+        fits = [self.nbytes(solution) <= limit for solution in self.frontier]
+        if True not in fits[1:] or fits[0]:
+            return
+        first = fits.index(True)
+        high, low = (self.frontier[k].nbytes for k in (first - 1, first))
         for _ in range(_STEPS):
-            high -= _LEAST * self.known[0].nbytes
+            high -= _LEAST * self.frontier[0].nbytes
             if high <= low:
-                break
+                return
             between = solve(self.asked, nbytes=high, noise=self.noise)
-            self.known.append(between)
-            if fits(between):
-                break
+            yield between
+            if self.nbytes(between) <= limit:
+                return
             high = between.nbytes
-        self.known.sort(key=lambda solution: solution.seconds)
-        return next(filter(fits, self.known))
+
+    def _corrected(self, limit: float) -> Iterator[Solution]:
+        """By what each takes above the limit."""
+        aim = limit
+        for _ in range(_CORRECTIONS):
+            found = solve(self.asked, nbytes=aim, noise=self.noise, layers=self.layers)
+            if found is None:
+                return
+            yield found
+            over = self.nbytes(found) - limit
+            if over <= 0:
+                return
+            aim -= over
+
+    def _tightest(self, within: Problem) -> Iterator[Solution]:
+        """Towards the least limit that the program finds a solution for."""
+        found = solve(within, noise=self.noise, smallest=True)
+        if found is None:
+            return
+        yield found
+        low, high = max(within.stages.cotangents), 2 * self.nbytes(found)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            found = solve(within, nbytes=middle, noise=self.noise, layers=self.layers)
+            if found is None:
+                low = middle
+            else:
+                high = middle
+                yield found
 
     def smallest(self) -> Iterator[Solution]:
         """Without the host's help and, more slowly, with it."""
         for within in (without_host(self.asked), self.asked):
-            least = solve(within, noise=self.noise, smallest=True)
-            if least is not None:
-                yield min((least, *frontier(within, self.noise)), key=self.nbytes)
+            found = (*frontier(within, self.noise), *self._tightest(within))
+            if found:
+                yield min(found, key=self.nbytes)
