@@ -82,7 +82,10 @@ class Candidates:
 
     def smallest(self) -> Iterator[Solution]:
         """Without the host's help and, more slowly, with it."""
-        for within in (without_host(self.asked), self.asked):
-            found = (*frontier(within, self.noise), *self._tightest(within))
+        alone = without_host(self.asked)
+        for found in (
+            [*frontier(alone, self.noise), *self._tightest(alone)],
+            self.known,
+        ):
             if found:
                 yield min(found, key=self.nbytes)

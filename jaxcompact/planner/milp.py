@@ -199,7 +199,7 @@ def _with_elementwise(
     return found
 
 
-def frontier(problem: Problem, noise: float, count: int = 48) -> list[Solution]:
+def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:
     """Solutions of which none is faster and as small, the fastest first.
 
     Not all: programs for ``count`` sizes are solved, each halfway where most bytes
@@ -223,9 +223,9 @@ def frontier(problem: Problem, noise: float, count: int = 48) -> list[Solution]:
         middle = (fast.nbytes + above) / 2
         found = solve(problem, nbytes=middle, noise=noise)
         gaps += [(fast, found, middle), (found, slow, above)]
-    found = {s for gap in gaps for s in gap[:2]}
+    every = {s for gap in gaps for s in gap[:2]}
     best = []
-    for solution in sorted(found, key=lambda s: (s.nbytes, s.seconds)):
+    for solution in sorted(every, key=lambda s: (s.nbytes, s.seconds)):
         if not best or solution.seconds < best[-1].seconds:
             best.append(solution)
     return best[::-1]

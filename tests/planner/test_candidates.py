@@ -28,14 +28,14 @@ def asked():
     return problem_of(make_step, jc.memory.devices()["h200"], 0.2, None, CODECS)[1]
 
 
-@pytest.mark.parametrize("count", [4, 48])
+@pytest.mark.parametrize("count", [4, 12])
 def test_none_is_faster(asked, monkeypatch, count):
     """However few of them are looked at before a limit is known."""
     every = frontier(asked, NOISE, 500)
     assert len(every) > 10
     monkeypatch.setattr(candidates, "frontier", partial(frontier, count=count))
     some = Candidates(asked, LAYERS, NOISE)
-    assert len(some.known) < len(every) or count == 48
+    assert len(some.frontier) < len(every)
     sizes = sorted(map(some.nbytes, every))
     for limit in (*sizes, sizes[-1] * 2):
         best = min(s.seconds for s in every if some.nbytes(s) <= limit)
