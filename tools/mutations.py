@@ -131,6 +131,13 @@ MUTATIONS = [
         "tests/planner/test_milp.py::test_noise_has_a_limit_of_its_own",
     ),
     Mutation(
+        "what is made again takes no memory, to the integer program",
+        "jaxcompact/planner/milp.py",
+        "range(min(at), max(at) + 1) if at else ()",
+        "()",
+        "tests/planner/test_milp.py::test_what_lives_beside_is_counted[mlp-1]",
+    ),
+    Mutation(
         "what is made again for others' sake is there no earlier than it is read",
         "jaxcompact/planner/alive.py",
         "need.get(value, math.inf) > found[op]",
