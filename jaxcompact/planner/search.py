@@ -19,12 +19,7 @@ from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.measured import present
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
-from jaxcompact.planner.problem import (
-    CODECS,
-    Problem,
-    named,
-    problem_of,
-)
+from jaxcompact.planner.problem import CODECS, Problem, named, problem_of
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
 

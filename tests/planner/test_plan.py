@@ -260,8 +260,9 @@ def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
     assert found.nbytes * LAYERS / MIB == stored[-1]
 
 
-def test_arguments_lie_on_several_devices(monkeypatch):
+def test_arguments_lie_on_several_devices(tmp_path, monkeypatch):
     """Of what an optimizer knows, a fourth is here, and seen to fit at once."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
     types = (jax.sharding.AxisType.Auto,)
     mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=types)
     sharding = jax.NamedSharding(mesh, jax.P("data"))
