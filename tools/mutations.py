@@ -132,10 +132,10 @@ MUTATIONS = [
     ),
     Mutation(
         "what is made again takes no memory, to the integer program",
-        "jaxcompact/planner/milp.py",
-        "range(min(at), max(at) + 1) if at else ()",
+        "jaxcompact/planner/lifetimes.py",
+        "range(min(at), max(at) + 1)",
         "()",
-        "tests/planner/test_milp.py::test_what_lives_beside_is_counted[mlp-1]",
+        "tests/planner/test_milp.py::test_what_is_in_memory_is_counted[mlp-1]",
     ),
     Mutation(
         "what is made again for others' sake is there no earlier than it is read",

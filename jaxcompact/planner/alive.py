@@ -1,11 +1,12 @@
-"""What is in memory in a block's backward pass, beside what is stored for it.
+"""What is in memory in a block's backward pass.
 
-In each stage: cotangents, what is decoded, and what was made again. What is encoded,
-and what is elementwise made of that, is decoded for each stage that reads it. What
-expensive operations make again is there from the stage that first needs it, be it to
-make something else again, to the last that reads it. What is elementwise made of it, or
-of what is stored as it is, takes nothing where a matrix product reads it. What lies in
-the host's memory is fetched as the pass begins.
+In each stage: what is stored, cotangents, what is decoded, and what was made again. A
+block that runs once frees what it stored after its last use; where there are several,
+the others' is there. What is encoded, and what is elementwise made of that, is decoded
+for each stage that reads it. What expensive operations make again is there from the
+stage that first needs it, be it to make something else again, to the last that reads
+it. What is elementwise made of it, or of what is stored as it is, takes nothing where a
+matrix product reads it. What lies in the host's memory is fetched as the pass begins.
 """
 
 import math
@@ -20,10 +21,10 @@ from jaxcompact.policy import Save
 from jaxcompact.replay import Residual, Source
 
 
-def alive(problem: Problem, chosen: Sequence[Option | None]) -> int:
+def alive(problem: Problem, chosen: Sequence[Option | None], layers: int) -> int:
     """The most bytes in any stage, with an option for each item of a problem.
 
-    None for an item that is made again, or is not needed.
+    None for an item that is made again, or is not needed. ``layers`` store as much.
     """
     stages, sizes = problem.stages, problem.stages.sizes
     pairs = zip(problem.items, chosen, strict=True)
@@ -55,6 +56,10 @@ def alive(problem: Problem, chosen: Sequence[Option | None]) -> int:
         last.update({v: max(last.get(v, end), end) for v in op.reads})
 
     total = list(stages.cotangents)
+    for source, option in stored.items():
+        freed = layers == 1 and source in last
+        for stage in range(last[source] + 1 if freed else len(total)):
+            total[stage] += layers * option.nbytes
     for source in need:
         if source in away:  # fetched early
             where = range(last.get(source, need[source]))

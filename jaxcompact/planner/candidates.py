@@ -1,7 +1,7 @@
 """Solutions by what they take in all: what is stored, and what lives beside it.
 
-The integer program knows the latter nearly, a solution's is known exactly: the first is
-corrected by the second. Where it does not bind, all sizes of what is stored are tried.
+The integer program knows the latter nearly; of a solution `alive` says it, by which the
+program's limit is corrected. All sizes of what is stored are tried besides.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ class Candidates:
 
     def nbytes(self, solution: Solution) -> int:
         """In all layers, at the peak of a backward pass."""
-        return self.layers * solution.nbytes + alive(self.asked, solution.chosen)
+        return alive(self.asked, solution.chosen, self.layers)
 
     def fastest(self, limit: float) -> Solution | None:
         """That takes no more than that, if there is one."""

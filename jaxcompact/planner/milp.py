@@ -13,25 +13,21 @@ Of a block with items i, their options o and operations p::
 
 or, of so many layers of it at each stage t of a backward pass::
 
-    layers * sum_io bytes_io stored_io + cotangents_t
-        + sum_io decoded_iot stored_io + sum_p made_pt again_p  <= bytes
+    cotangents_t + stored_t + decoded_t + made_t  <= bytes           see `Lifetimes`
 
 ``stored`` are 0 or 1; the rest follows. A parent that several tensors are made of is
 made again once. Source: Adacc (arXiv 2508.00806), which prints no formulation; the
 closure is that of Checkmate (arXiv 1910.02653) for one block.
 """
 
-from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from jaxcompact.graph import Op
-from jaxcompact.kinds import expensive
 from jaxcompact.planner.integer import IntegerProgram
+from jaxcompact.planner.lifetimes import Lifetimes
 from jaxcompact.planner.problem import Option, Problem
-from jaxcompact.policy import Save
-from jaxcompact.replay import Residual, Source
+from jaxcompact.replay import Residual
 
 _TIE = 1e-6  # microseconds for all bytes together: of equal plans, the smaller
 
@@ -64,8 +60,6 @@ def solve(
     """The fastest within ``nbytes`` and ``noise``, or the smallest; None if none is.
 
     ``nbytes`` are stored by one layer; with ``layers`` all that is there of so many.
-    What is made again is taken to be there from its first use in the backward pass to
-    its last: that it may be needed sooner, to make something else, `alive` knows.
     """
     if nbytes < 0 or noise < problem.noise:
         return None
@@ -121,11 +115,9 @@ def solve(
     if np.isfinite(nbytes) and layers is None:
         program.row(size, -np.inf, nbytes)
     elif np.isfinite(nbytes):
-        kept = {x: float(layers * each) for x, each in size.items()}
-        beside = _beside(problem, stored, ran)
-        for row, cotangents in zip(beside, problem.stages.cotangents, strict=True):
-            both = {k: kept.get(k, 0.0) + row.get(k, 0.0) for k in kept.keys() | row}
-            program.row(both, -np.inf, nbytes - cotangents)
+        rows = Lifetimes(problem, program, stored, remade, ran, layers).rows
+        for row, cotangents in zip(rows, problem.stages.cotangents, strict=True):
+            program.row(row, -np.inf, nbytes - cotangents)
     if np.isfinite(noise):
         program.row(error, -np.inf, noise - problem.noise)
     if smallest:
@@ -148,55 +140,6 @@ def solve(
         sum(option.nbytes for option in chosen if option),
         problem.noise + sum(error[k] for k in error if found[k]),
     )
-
-
-def _beside(
-    problem: Problem, stored: dict[tuple[Source, int], int], ran: dict[Op, int]
-) -> list[dict[int, float]]:
-    """Bytes of each variable in each stage, beside what is stored."""
-    stages = problem.stages
-    uses, operands, loaded = (
-        _with_elementwise(problem, at)
-        for at in (stages.uses, stages.operands, stages.loaded)
-    )
-    rows: list[dict[int, float]] = [{} for _ in stages.cotangents]
-
-    def add(variable: int, source: Source, where: Iterable[int]) -> None:
-        for stage in where:
-            rows[stage][variable] = rows[stage].get(variable, 0) + stages.sizes[source]
-
-    def throughout(source: Source) -> Iterable[int]:
-        at = uses.get(source)
-        return range(min(at), max(at) + 1) if at else ()
-
-    for item in problem.items:
-        for k, option in enumerate(item.options):
-            if option.away:  # fetched early
-                where = throughout(item.source)
-            elif option.action == Save():
-                where = loaded.get(item.source, ())
-            else:
-                where = operands.get(item.source, ())
-            add(stored[item.source, k], item.source, where)
-    residuals = (s for s in stages.uses if isinstance(s, Residual))
-    makers = problem.makers | {s: s.op for s in residuals}
-    for source, op in makers.items():
-        if expensive(op):
-            add(ran[op], source, throughout(source))
-    return rows
-
-
-def _with_elementwise(
-    problem: Problem, at: Mapping[Source, Collection[int]]
-) -> dict[Source, set[int]]:
-    """The stages of each source and of all that is elementwise made of it."""
-    found = {source: set(stages) for source, stages in at.items()}
-    for op in reversed(problem.runs):
-        if not expensive(op):
-            above = set().union(*(found.get(v, ()) for v in op.outs))
-            for value in op.reads:
-                found.setdefault(value, set()).update(above)
-    return found
 
 
 def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:

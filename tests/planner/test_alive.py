@@ -1,4 +1,4 @@
-"""What lives in a backward pass beside what is stored: by hand, and as compiled."""
+"""What lives in a backward pass: by hand, and as compiled."""
 
 import jax
 import jax.numpy as jnp
@@ -57,45 +57,54 @@ def choose(asked, kinds):
     )
 
 
-# In units of an activation, where most is in memory. Each stage makes the gradients of
-# one product: there are the cotangents of what it makes and of what it reads, and what
-# is decoded; it takes sines as it reads what they are of, if that is in memory.
+# In units of an activation, where most is in memory, beside what is stored. Each stage
+# makes the gradients of one product: there are the cotangents of what it makes and of
+# what it reads, and what is decoded; it takes sines as it reads what they are of, if
+# that is in memory. And how much of what was stored is no longer there, of one block.
 BY_HAND = {
-    "kept": (["keep"] * LAYERS, 2),
-    "encoded": (["encode"] * LAYERS, 2 + 1),
+    "kept": (["keep"] * LAYERS, 2, 0),
+    "encoded": (["encode"] * LAYERS, 2 + 1, 0),
     # All at once, from the input up, for the last one's sake.
-    "again": (["again"] * LAYERS, 2 + LAYERS),
+    "again": (["again"] * LAYERS, 2 + LAYERS, 0),
     # The lower half is decoded as it is read, for the upper half at first.
-    "half": (["encode"] * 3 + ["again"] * 3, 2 + 3 + 1),
+    "half": (["encode"] * 3 + ["again"] * 3, 2 + 3 + 1, 0),
     # Each as its turn comes.
-    "every second": (["encode", "again"] * 3, 2 + 1 + 1),
+    "every second": (["encode", "again"] * 3, 2 + 1 + 1, 0),
+    # As the first of these is made again, two of those above it are done with.
+    "lower half again": (["again"] * 3 + ["keep"] * 3, 2 + 3, 2),
 }
 
 
+def stored(chosen):
+    return sum(option.nbytes for option in chosen if option) / ONE
+
+
+@pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(asked, name):
-    kinds, most = BY_HAND[name]
+def test_by_hand(asked, name, layers):
+    kinds, beside, freed = BY_HAND[name]
     small = 6 * N * N * 2 / ONE  # the weights' cotangents
-    found = alive(asked, choose(asked, kinds)) / ONE
-    assert most <= found <= most + small
+    chosen = choose(asked, kinds)
+    most = layers * stored(chosen) + beside - (freed if layers == 1 else 0)
+    assert most <= alive(asked, chosen, layers) / ONE <= most + small
 
 
 @pytest.mark.slow
 def test_it_is_what_the_program_takes(asked):
     rest, without = [], []
-    for kinds, _ in BY_HAND.values():
+    for kinds, _, _ in BY_HAND.values():
         chosen = choose(asked, kinds)
         actions = asked.actions | named(asked.items, chosen)
         plan = jc.Plan("network", actions, "h200", 1, 0.0, 0, 0.0, 0)
         step, args = make_step(plan)
         found = peak(step, *args, device="h200").peak_bytes / ONE
-        stored = sum(o.nbytes for o in chosen if o) / ONE
-        without.append(found - stored)
-        rest.append(found - stored - alive(asked, chosen) / ONE)
-    # Off by less than two activations (every second is more than modelled, the others
+        without.append(found - stored(chosen))
+        rest.append(found - alive(asked, chosen, 1) / ONE)
+    print(rest, without)
+    # Off by less than two activations (the last ones are more than modelled, the others
     # are within a third of one); without the model by more than five.
     assert max(rest) - min(rest) < 2 < 5 < max(without) - min(without)
-    assert max(rest[:-1]) - min(rest[:-1]) < 0.4
+    assert max(rest[:-2]) - min(rest[:-2]) < 0.4
 
 
 def test_messages_along_edges_are_not_there():
@@ -118,7 +127,8 @@ def test_messages_along_edges_are_not_there():
     _, asked = problem_of(make_step, devices()["h200"], 0.0, None, ())
     kept = [item.options[0] for item in asked.items]
     of_nodes, of_edges = (n * width * 4 for n in (nodes, edges))
-    assert alive(asked, kept) <= 3 * of_nodes < of_edges
+    beside = alive(asked, kept, 1) - stored(kept) * ONE
+    assert beside <= 3 * of_nodes < of_edges
     step, args = make_step(jc.policies.uniform(jc.Save()))
     assert peak(step, *args, device="h200").temporary_bytes < of_edges
 

@@ -170,21 +170,34 @@ def test_the_frontier_is_that_of_all_choices(name):
     assert frontier(found, noise=-1) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "host"),
-    [*itertools.product(FUNCTIONS, (1, 8), (False,)), ("residual", 1, True)],
-)
-def test_what_lives_beside_is_counted(name, layers, host):
-    """Of all choices within a limit, none is much faster than the one that is found.
+def long(w, x):
+    """Chains that are made again for their ends."""
+    for k in range(6):
+        x = jnp.sin(x @ w[k % 3])
+    return x
 
-    The program knows what lives in a backward pass but nearly, so a sixth of what all
-    again would take is allowed; and that no choice is found which is hardly possible.
+
+WITH_ONE_CODEC = {
+    "long": lambda: without_host(asked(long, CODECS[1:])),
+    "mlp, host": lambda: asked(mlp, CODECS[1:]),
+    "residual, host": lambda: asked(residual, CODECS[1:]),
+}
+
+
+@pytest.mark.parametrize("layers", [1, 8])
+@pytest.mark.parametrize("name", [*FUNCTIONS, *WITH_ONE_CODEC])
+def test_what_is_in_memory_is_counted(name, layers):
+    """Of all choices within a limit, none is faster than the one that is found.
+
+    By a hundredth of what all again would take; and a choice is found where one is, but
+    perhaps within a tenth of the least that any takes.
     """
-    found = asked(FUNCTIONS[name], CODECS[1:] if host else CODECS)
-    found = found if host else without_host(found)
+    if name in WITH_ONE_CODEC:
+        found = WITH_ONE_CODEC[name]()
+    else:
+        found = without_host(asked(FUNCTIONS[name]))
     every = [
-        (seconds, layers * stored(chosen) + alive(found, chosen))
-        for seconds, chosen in choices(found)
+        (seconds, alive(found, chosen, layers)) for seconds, chosen in choices(found)
     ]
     sizes, slowest = sorted({size for _, size in every}), max(every)[0]
     some = Candidates(found, layers, math.inf)
@@ -192,10 +205,10 @@ def test_what_lives_beside_is_counted(name, layers, host):
         best = min(seconds for seconds, size in every if size <= limit)
         solution = some.fastest(limit)
         if solution is None:
-            assert limit < 1.2 * sizes[0]
+            assert limit < 1.1 * sizes[0]
         else:
             assert some.nbytes(solution) <= limit
-            assert best - 1e-12 <= solution.seconds <= best + slowest / 6
+            assert best - 1e-12 <= solution.seconds <= best + slowest / 100
 
 
 @pytest.mark.parametrize("name", ["mlp", "deep", "relu"])

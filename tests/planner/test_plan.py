@@ -242,6 +242,9 @@ def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
     """By what their programs take beside what they store."""
     tried = []
 
+    def stored_alone(asked, chosen, layers):
+        return layers * sum(option.nbytes for option in chosen if option)
+
     def peak(step, *args, device):
         tried.append(steps[-1].nbytes * LAYERS / MIB)
         return SimpleNamespace(
@@ -254,7 +257,7 @@ def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
 
     steps, scanned = [], search.scan_step(block, (PARAMS, X), LAYERS, 0)
     monkeypatch.setattr(search, "peak", peak)
-    monkeypatch.setattr(candidates, "alive", lambda asked, chosen: 0)
+    monkeypatch.setattr(candidates, "alive", stored_alone)
     found = jc.plan_step(make_step, layers=LAYERS, budget=f"{budget}MiB")
     assert tried == stored
     assert found.nbytes * LAYERS / MIB == stored[-1]
