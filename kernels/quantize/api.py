@@ -1,8 +1,10 @@
 """Group quantization: by a kernel where that is the fastest, else by XLA."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -45,17 +47,18 @@ def quantize(
         return reference.quantize(x, axis=axis, seed=seed, **fields)
 
     def kernel(x, seed):
-        from jaxcompact.kernels.quantize import mosaic_gpu
-
         seed = None if seed is None else mixed_seed(seed)
-        found = mosaic_gpu.quantize(_rows(x), seed, **fields, **config)
-        return tuple(a if a is None else a.reshape(*x.shape[:-1], -1) for a in found)
+        run = _kernels(axis).quantize
+        found = run(_flat(x, axis), seed, **fields, **config)
+        shape = _sized(x.shape, axis, -1)
+        return tuple(a if a is None else a.reshape(shape) for a in found)
 
     if seed is None:
         return _batched_in_rows(lambda x: kernel(x, None))(x)
     # Noise is of an entry's place in its own example, which the kernel does not know.
     run = jax.custom_batching.custom_vmap(kernel)
-    run.def_vmap(_by(lambda x, seed: reference.quantize(x, seed=seed, **fields)))
+    of_one = functools.partial(reference.quantize, axis=axis, **fields)
+    run.def_vmap(_by(lambda x, seed: of_one(x, seed=seed)))
     seed = jnp.uint32(seed % 2**32 if isinstance(seed, int) else seed)
     return run(x, seed)
 
@@ -76,24 +79,24 @@ def dequantize(
 
     Memory and errors: as `quantize`.
     """
-    shape = (*codes.shape[:-1], size)
+    shape = _sized(codes.shape, axis, size)
     config = _config("dequantize", shape, dtype, axis, implementation, bits, group)
     fields = {"bits": bits, "group": group, "size": size, "dtype": dtype}
     if config is None:
         return reference.dequantize(codes, stored, lows, axis=axis, **fields)
 
     def kernel(codes, *of):
-        from jaxcompact.kernels.quantize import mosaic_gpu
-
-        scales, low = [*(_rows(a) for a in of), None][:2]
-        x = mosaic_gpu.dequantize(_rows(codes), scales, low, **fields, **config)
-        return x.reshape(*codes.shape[:-1], size)
+        scales, low = [*(_flat(a, axis) for a in of), None][:2]
+        run = _kernels(axis).dequantize
+        x = run(_flat(codes, axis), scales, low, **fields, **config)
+        return x.reshape(_sized(codes.shape, axis, size))
 
     return _batched_in_rows(kernel)(codes, stored, *([] if lows is None else [lows]))
 
 
 def _config(op, shape, dtype, axis, implementation, bits, group) -> dict | None:
     broken = _broken_rule(shape, jnp.dtype(dtype), axis, bits, group)
+    op += "" if axis == -1 else "_channels"
     return choice.chosen(op, _FOLDER, implementation, broken)
 
 
@@ -101,23 +104,43 @@ def _broken_rule(
     shape: Sequence[int], dtype: jnp.dtype, axis: int, bits: int, group: int
 ) -> str | None:
     """What keeps the kernels from such arrays; None if nothing does."""
-    if axis != -1:
-        return f"axis must be -1, got {axis}"
-    if bits not in (2, 4, 8):
-        return f"bits must be 2, 4 or 8, got {bits}"
-    if group not in (64, 128, 256):
-        return f"group must be 64, 128 or 256, got {group}"
-    if dtype.itemsize not in (2, 4):
-        return f"dtype must have 16 or 32 bits, got {dtype.name}"
-    if not shape:
-        return "x must have an axis, got ()"
+    if not -len(shape) <= axis < 0:
+        return f"x must have axis {axis}, got shape {tuple(shape)}"
     if not math.prod(shape):
         return f"x must have entries, got {tuple(shape)}"
+    if dtype.itemsize not in (2, 4):
+        return f"dtype must have 16 or 32 bits, got {dtype.name}"
+    if axis == -1:
+        if bits not in (2, 4, 8):
+            return f"bits must be 2, 4 or 8, got {bits}"
+        if group not in (64, 128, 256):
+            return f"group must be 64, 128 or 256, got {group}"
+        return None
+    if bits not in (2, 3, 4, 8):
+        return f"bits must be 2, 3, 4 or 8, got {bits}"
+    if group % 8 or group > 128:
+        return f"group must be a multiple of 8, at most 128, got {group}"
+    channels = math.prod(shape[axis + 1 :])
+    if channels % 16:
+        return f"there must be a multiple of 16 channels, got {channels}"
     return None
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+def _kernels(axis: int) -> ModuleType:
+    from jaxcompact.kernels.quantize import channels, mosaic_gpu
+
+    return mosaic_gpu if axis == -1 else channels
+
+
+def _sized(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """The shape with another size of one axis."""
+    return *shape[:axis], size, *shape[axis:][1:]
+
+
+def _flat(x: jax.Array, axis: int) -> jax.Array:
+    """One axis in place of those before ``axis``, and one in place of those after."""
+    after = [] if axis == -1 else [math.prod(x.shape[axis + 1 :])]
+    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], *after)
 
 
 def _batched_in_rows(kernel: Callable) -> Callable:

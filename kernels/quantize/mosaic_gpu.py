@@ -46,7 +46,7 @@ def quantize(
     """
     rows, size = x_rn.shape
     count, step = pl.cdiv(size, group), _step(size, x_rn.dtype)
-    x_rn = _longer(x_rn, 0, step)
+    x_rn = longer(x_rn, 0, step)
     long = x_rn.shape[0] // step
     groups = min(groups, count)
     blocks = pl.cdiv(long, ROWS), step, pl.cdiv(count, groups)
@@ -61,7 +61,7 @@ def quantize(
         (x_hbm, *seeds), refs = refs[: len(inputs)], refs[len(inputs) :]
         codes_hbm, *levels_hbm = refs[: 1 + len(kinds)]
         x_smem, codes_smem, *levels_smem, arrived = refs[1 + len(kinds) :]
-        i, part, j = _place(blocks)
+        i, part, j = place_of_block(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
         column = part * size + first * group
         for source, smem in _in_strips(x_hbm.at[row], column, x_smem):
@@ -72,7 +72,14 @@ def quantize(
             if size % group and g == (count - 1) % groups:  # the last, in some block
                 entries = size - (first + g) * group
                 x = _filled(x, entries, spread, edge=not symmetric)
-            of = _levels(x, bits, symmetric, scale_bits, stochastic=bool(seeds))
+            ends = (None, None) if symmetric else (jnp.min(x, 1), jnp.max(x, 1))
+            of = group_levels(
+                jnp.max(ranked(x), 1),
+                *ends,
+                bits=bits,
+                scale_bits=scale_bits,
+                stochastic=bool(seeds),
+            )
             u = None
             if seeds:
                 row_of = (i * ROWS + _iota(x.shape, 0, spread)) * step + part
@@ -133,12 +140,12 @@ def dequantize(
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
     aligned = _step(1, dtype)
     numbers = [stored] if lows is None else [stored, lows]
-    numbers = [_longer(a.T, 1, 16) for a in numbers]
+    numbers = [longer(a.T, 1, 16) for a in numbers]
 
     def body(*refs):
         codes_hbm, *levels_hbm, x_hbm, codes_smem = refs[: len(numbers) + 3]
         *levels_smem, x_smem, arrived = refs[len(numbers) + 3 :]
-        i, j = _place(blocks)
+        i, j = place_of_block(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
         for source, smem in _in_strips(codes_hbm.at[row], first * width, codes_smem):
             plgpu.copy_gmem_to_smem(source, smem, arrived)
@@ -225,13 +232,13 @@ def _step(size: int, dtype: jnp.dtype) -> int:
     return 16 // math.gcd(16, size * jnp.dtype(dtype).itemsize)
 
 
-def _longer(x: jax.Array, axis: int, unit: int) -> jax.Array:
-    """Two axes, one of which becomes a multiple of ``unit``."""
-    missing = [(0, -x.shape[a] % unit if a == axis else 0, 0) for a in range(2)]
+def longer(x: jax.Array, axis: int, unit: int) -> jax.Array:
+    """With zeros, so that an axis becomes a multiple of ``unit``."""
+    missing = [(0, -n % unit if a == axis else 0, 0) for a, n in enumerate(x.shape)]
     return lax.pad(x, jnp.zeros((), x.dtype), missing)
 
 
-def _place(blocks: Sequence[int]) -> list[jax.Array]:
+def place_of_block(blocks: Sequence[int]) -> list[jax.Array]:
     """Of this block along each axis; on a card only a grid's last has no bound."""
     place, left = [], lax.axis_index("block")
     for size in reversed(blocks):
@@ -259,20 +266,30 @@ def _over(a: jax.Array | None, columns: int) -> jax.Array | None:
     return None if a is None else lax.broadcast_in_dim(a, (ROWS, columns), (0,))
 
 
-def _levels(
-    x: jax.Array, bits: int, symmetric: bool, scale_bits: int, *, stochastic: bool
-) -> levels.Levels:
+def ranked(x: jax.Array) -> jax.Array:
+    """By magnitude, then sign; whatever is not finite is above what is."""
     pattern = lax.bitcast_convert_type(x, jnp.uint32)
-    # By magnitude, then sign; whatever is not finite is above what is.
-    largest = jnp.max((pattern << 1) | (pattern >> 31), 1)
+    return (pattern << 1) | (pattern >> 31)
+
+
+def group_levels(
+    largest: jax.Array,
+    low: jax.Array | None,
+    high: jax.Array | None,
+    *,
+    bits: int,
+    scale_bits: int,
+    stochastic: bool,
+) -> levels.Levels:
+    """From a group's largest `ranked`; if it is asymmetric, its ends as well."""
     finite = largest < jnp.uint32(0xFF000000)
-    if symmetric:
-        extreme = (largest >> 1) | (largest << 31)
-        extreme = lax.bitcast_convert_type(extreme, jnp.float32)
-        return levels.symmetric_levels(
-            extreme, finite, bits=bits, scale_bits=scale_bits, stochastic=stochastic
-        )
-    return levels.asymmetric_levels(jnp.min(x, 1), jnp.max(x, 1), finite, bits=bits)
+    if low is not None:
+        return levels.asymmetric_levels(low, high, finite, bits=bits)
+    extreme = (largest >> 1) | (largest << 31)
+    extreme = lax.bitcast_convert_type(extreme, jnp.float32)
+    return levels.symmetric_levels(
+        extreme, finite, bits=bits, scale_bits=scale_bits, stochastic=stochastic
+    )
 
 
 def _noise(x: jax.Array, seed, row, g, count: int, spread) -> jax.Array:

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.usefixtures("optimized")
 KERNEL = {"implementation": "mosaic_gpu"}
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
 # Fields, dtype and shape: whole blocks, tails of rows and of groups, several blocks; a
-# last group in part, and rows that start at no multiple of 16 bytes.
+# last group in part, and rows that start at no multiple of 16 bytes. Channel by channel
+# in one block or several, whose copies are contiguous or not.
 CASES = {
     "4 bits": ({"bits": 4}, "bfloat16", (64, 256)),
     "8 bits, 8-bit scales, tails": (
@@ -53,12 +54,33 @@ CASES = {
         (16, 213),
     ),
     "one row of less than a group": ({"bits": 4}, "bfloat16", (1, 33)),
+    "channels, as q and k": (
+        {"bits": 8, "symmetric": False, "axis": -3},
+        "bfloat16",
+        (2, 64, 4, 64),
+    ),
+    "channels, stochastic, tails": (
+        {"bits": 4, "axis": -2, "seed": 5},
+        "bfloat16",
+        (2, 100, 272),
+    ),
+    "channels, asymmetric, stochastic, tails": (
+        {"bits": 3, "symmetric": False, "axis": -2, "seed": 3, "group": 32},
+        "float32",
+        (3, 50, 128),
+    ),
+    "channels, 8-bit scales, tails": (
+        {"bits": 2, "scale_bits": 8, "axis": -2, "group": 128},
+        "float16",
+        (130, 400),
+    ),
 }
 
 
 # On the oldest jax as well; what the others have is in one or other of these.
 OFTEN = "8 bits, 8-bit scales, tails", "stochastic, odd, 8-bit scales"
-OFTEN += ("asymmetric, float16, a group in part",)
+OFTEN += "asymmetric, float16, a group in part", "channels, stochastic, tails"
+OFTEN += ("channels, asymmetric, stochastic, tails",)
 assert {*OFTEN} <= {*CASES}
 cases = pytest.mark.parametrize(
     "name",
@@ -71,12 +93,12 @@ cases = pytest.mark.parametrize(
 
 def case(name: str):
     fields, dtype, shape = CASES[name]
-    return {"group": 64} | fields, jnp.dtype(dtype), shape
+    return {"group": 64, "axis": -1} | fields, jnp.dtype(dtype), shape
 
 
 def decoding(fields: dict, dtype, shape) -> dict:
-    kept = {k: v for k, v in fields.items() if k in ("bits", "group")}
-    return kept | {"size": shape[-1], "dtype": dtype}
+    kept = {k: v for k, v in fields.items() if k in ("bits", "group", "axis")}
+    return kept | {"size": shape[fields["axis"]], "dtype": dtype}
 
 
 def same(a, b):
@@ -86,8 +108,11 @@ def same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-def data(shape, dtype) -> jax.Array:
+def data(shape, dtype, axis=-1) -> jax.Array:
     """Groups of every size, of zeros, of one value, and with a value of 3e38."""
+    if axis != -1:
+        shape = *shape[:axis], *shape[axis:][1:], shape[axis]
+        return jnp.moveaxis(data(shape, dtype), -1, axis)
     x = jax.random.normal(jax.random.key(0), shape)
     x *= jnp.exp(4 * jax.random.normal(jax.random.key(1), (*shape[:-1], 1)))
     if shape[-2] > 3:
@@ -100,7 +125,7 @@ def data(shape, dtype) -> jax.Array:
 def test_bits_are_the_references(name):
     """Interpreted, with detection of races."""
     fields, dtype, shape = case(name)
-    x = data(shape, dtype)
+    x = data(shape, dtype, fields["axis"])
     expected = jax.jit(lambda x: reference.quantize(x, **fields))(x)
     decoded = decoding(fields, dtype, shape)
     with plgpu.force_gpu_interpret_mode(INTERPRETED):
@@ -112,21 +137,24 @@ def test_bits_are_the_references(name):
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_group_that_is_not_finite_decodes_to_nan(value, symmetric):
-    x = jnp.ones((8, 128), jnp.bfloat16).at[3, 70].set(value)
-    fields = {"bits": 4, "group": 64, "symmetric": symmetric}
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_group_that_is_not_finite_decodes_to_nan(value, symmetric, axis):
+    x = jnp.ones((16, 128), jnp.bfloat16).at[3, 70].set(value).swapaxes(-1, axis)
+    fields = {"bits": 4, "group": 64, "symmetric": symmetric, "axis": axis}
     with plgpu.force_gpu_interpret_mode(INTERPRETED):
         found = api.quantize(x, **fields, **KERNEL)
         x = api.dequantize(*found, **decoding(fields, x.dtype, x.shape), **KERNEL)
-    bad = np.zeros((8, 128), bool)
+    bad = np.zeros((16, 128), bool)
     bad[3, 64:] = True
-    np.testing.assert_array_equal(np.isnan(np.asarray(x, np.float32)), bad)
+    found = np.isnan(np.asarray(x, np.float32)).swapaxes(-1, axis)
+    np.testing.assert_array_equal(found, bad)
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["nearest", "stochastic"])
-def test_vmap_and_scan(fields):
-    x = data((3, 5, 100), jnp.bfloat16)
-    fields = {"bits": 4, "group": 64} | fields
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_vmap_and_scan(fields, axis):
+    x = data((3, 5, 100) if axis == -1 else (3, 100, 16), jnp.bfloat16, axis)
+    fields = {"bits": 4, "group": 64, "axis": axis} | fields
     expected = jax.jit(jax.vmap(lambda x: reference.quantize(x, **fields)))(x)
     decoded = decoding(fields, x.dtype, x.shape)
 
@@ -172,8 +200,10 @@ def test_gradients_through_a_checkpointed_scan(monkeypatch):
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
-# A multiprocessor has 65536: 5 blocks of 128 threads with 96, 3 with 168, 2 with 248.
+# A multiprocessor has 65536: 8 blocks of 128 threads with 64, 5 with 96, 3 with 168,
+# 2 with 248.
 MOST_REGISTERS = {"nearest": 96, "stochastic": 168, "asymmetric, stochastic, odd": 248}
+MOST_REGISTERS |= {name: 64 for name in CASES if name.startswith("channels")}
 
 
 @cases
@@ -181,8 +211,14 @@ def test_compiled_for_hopper(name):
     pytest.importorskip("jax_plugins.xla_cuda13")
     fields, dtype, shape = case(name)
     # A kernel that this process has compiled before would not be compiled again.
-    rows = math.prod(shape[:-1]) + 4096 * (1 + list(CASES).index(name))
-    x = jax.ShapeDtypeStruct((rows, 1024 + shape[-1]), dtype)
+    number = 1 + list(CASES).index(name)
+    axis = fields["axis"]
+    shape = (
+        math.prod(shape[:axis]) + 4096 * number,
+        1024 + shape[axis],
+        *shape[axis:][1:],
+    )
+    x = jax.ShapeDtypeStruct(shape, dtype)
 
     def through(x):
         encoded = jax.lax.optimization_barrier(api.quantize(x, **fields, **KERNEL))
@@ -195,10 +231,21 @@ def test_compiled_for_hopper(name):
     assert all(registers <= most and not spilled for registers, spilled in found), found
 
 
-def test_codecs_take_the_kernel():
+@pytest.mark.parametrize(
+    ("codec", "shape", "flat"),
+    [
+        (jc.Quantized(4), (8, 512, 1024), "[4096,1024]"),
+        (
+            jc.Quantized(8, symmetric=False, axis=-3),
+            (8, 512, 16, 64),
+            "[8,512,1024]",
+        ),
+    ],
+    ids=["rows", "channels"],
+)
+def test_codecs_take_the_kernel(codec, shape, flat):
     """Once to encode, once to decode; else nothing of the tensor's size is written."""
     pytest.importorskip("jax_plugins.xla_cuda13")
-    codec = jc.Quantized(4)
 
     def encode(x):
         with choice.using("mosaic_gpu"):
@@ -208,10 +255,10 @@ def test_codecs_take_the_kernel():
         with choice.using("mosaic_gpu"):
             return codec.decode(encoded)
 
-    x = jax.ShapeDtypeStruct((8, 512, 1024), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     text = compiled(encode, x)
     assert kernels_in(text) == 1
-    assert "bf16[4096,1024]" not in text.split("ENTRY")[0]  # no fusion works on it
+    assert "bf16" + flat not in text.split("ENTRY")[0]  # no fusion works on it
     assert kernels_in(compiled(decode, jax.eval_shape(codec.encode, x))) == 1
 
 
@@ -252,9 +299,15 @@ def test_a_card_with_figures_takes_the_kernel_by_itself(monkeypatch):
     [
         ({"bits": 3}, "bits must be 2, 4 or 8, got 3"),
         ({"group": 32}, "group must be 64, 128 or 256, got 32"),
-        ({"axis": -2}, "axis must be -1, got -2"),
+        ({"axis": -2, "bits": 1}, "bits must be 2, 3, 4 or 8, got 1"),
+        ({"axis": -2, "group": 256}, "group must be a multiple of 8, at most 128"),
+        ({"axis": -2, "group": 4}, "group must be a multiple of 8, at most 128, got 4"),
+        (
+            {"axis": -2, "shape": (64, 24)},
+            "there must be a multiple of 16 channels, got 24",
+        ),
         ({"shape": (0, 64)}, r"x must have entries, got \(0, 64\)"),
-        ({"shape": ()}, r"x must have an axis, got \(\)"),
+        ({"shape": ()}, r"x must have axis -1, got shape \(\)"),
         ({"dtype": "float64"}, "dtype must have 16 or 32 bits, got float64"),
     ],
     ids=str,
