@@ -43,13 +43,15 @@ TOY = {"toy": (64, 128, 64)}
 CONFIGS = {
     "quantize": [{"groups": n} for n in (1, 2, 4, 8)],
     "dequantize": [{"groups": n} for n in (1, 2, 4, 8)],
+    "quantize_channels": [{"columns": n} for n in (128, 256)],
+    "dequantize_channels": [{"columns": n} for n in (128, 256)],
     "weight_gradient": [
         {"columns": columns, "steps": steps}
         for columns in (128, 256)
         for steps in (2, 3, 4)
     ],
 }
-FOLDERS = {"quantize": "quantize", "dequantize": "quantize"}
+FOLDERS = {op: "quantize" for op in CONFIGS if "quantize" in op}
 RUNS = 20
 
 
@@ -104,6 +106,23 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
         moved, flops = size(encoded, dy) + 4 * n * m, 2 * tokens * n * m
         args = (*encoded[:2], dy)
         yield Case("weight_gradient", kind, gradient, args, moved, flops, (x, dy))
+    yield from of_channels(name, x)
+
+
+def of_channels(name: str, x: jax.ShapeDtypeStruct) -> Iterator[Case]:
+    """As policies store q and k."""
+    fields: dict = {"bits": 8, "group": 64, "axis": -2}
+
+    def encode(x):
+        return quantize(x, symmetric=False, **fields)
+
+    def decode(*encoded):
+        return dequantize(*encoded, size=x.shape[0], dtype=x.dtype, **fields)
+
+    encoded = jax.eval_shape(encode, x)
+    moved = size(x, encoded)
+    yield Case("quantize_channels", f"{name}_int8", encode, (x,), moved)
+    yield Case("dequantize_channels", f"{name}_int8", decode, encoded, moved)
 
 
 def size(*trees: Any) -> int:
@@ -221,7 +240,7 @@ def main() -> None:
 
 
 def line(row: dict) -> str:
-    head = f"{row['op']:15} {row['case']:26} {row['implementation']:10} "
+    head = f"{row['op']:19} {row['case']:26} {row['implementation']:10} "
     if "error" in row:
         return head + row["error"]
     text = f"{row['microseconds']:9.1f} us {row['of_plain']:5.2f} of the plain op"

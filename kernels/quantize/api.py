@@ -113,8 +113,10 @@ def _broken_rule(
     if axis == -1:
         if bits not in (2, 4, 8):
             return f"bits must be 2, 4 or 8, got {bits}"
-        if group not in (64, 128, 256):
-            return f"group must be 64, 128 or 256, got {group}"
+        if group not in (32, 64, 128, 256):
+            return f"group must be 32, 64, 128 or 256, got {group}"
+        if group * bits < 128:  # 16 bytes, the least that is copied of a row
+            return f"bits must be 4 or 8 in groups of 32, got {bits}"
         return None
     if bits not in (2, 3, 4, 8):
         return f"bits must be 2, 3, 4 or 8, got {bits}"

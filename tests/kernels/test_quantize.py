@@ -41,6 +41,12 @@ CASES = {
     ),
     "2 bits, asymmetric": ({"bits": 2, "symmetric": False}, "bfloat16", (8, 128)),
     "groups of 128": ({"bits": 4, "group": 128}, "bfloat16", (64, 640)),
+    "groups of 32": ({"bits": 4, "group": 32}, "bfloat16", (72, 208)),
+    "groups of 32, asymmetric, stochastic": (
+        {"bits": 8, "group": 32, "symmetric": False, "seed": 3},
+        "float32",
+        (65, 97),
+    ),
     "leading axes": ({"bits": 4}, "bfloat16", (2, 4, 8, 128)),
     "leading axes, odd": ({"bits": 4}, "bfloat16", (3, 5, 100)),
     "stochastic, odd, 8-bit scales": (
@@ -298,7 +304,8 @@ def test_a_card_with_figures_takes_the_kernel_by_itself(monkeypatch):
     ("change", "rule"),
     [
         ({"bits": 3}, "bits must be 2, 4 or 8, got 3"),
-        ({"group": 32}, "group must be 64, 128 or 256, got 32"),
+        ({"group": 16}, "group must be 32, 64, 128 or 256, got 16"),
+        ({"group": 32, "bits": 2}, "bits must be 4 or 8 in groups of 32, got 2"),
         ({"axis": -2, "bits": 1}, "bits must be 2, 3, 4 or 8, got 1"),
         ({"axis": -2, "group": 256}, "group must be a multiple of 8, at most 128"),
         ({"axis": -2, "group": 4}, "group must be a multiple of 8, at most 128, got 4"),
