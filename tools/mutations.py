@@ -88,6 +88,14 @@ MUTATIONS = [
         "test_error_of_nearest_rounding_of_normal_values",
     ),
     Mutation(
+        "every block's noise is that of the first channels",
+        "kernels/quantize/channels.py",
+        "channel = (channel + j * columns)",
+        "channel = (channel + 0 * columns)",
+        "tests/kernels/test_quantize.py::"
+        "test_bits_are_the_references[channels, stochastic, tails]",
+    ),
+    Mutation(
         "the order of a mask's bits",
         "kernels/bits/reference.py",
         "(part << (bits * lane)",
