@@ -271,8 +271,9 @@ def table() -> None:
             pairs = [(row, exact[seed]) for seed, row in group.items()]  # noqa: B023
             values = [of(*pair) for pair in pairs]
             text = format(statistics.fmean(values), form)
-            spread = statistics.stdev(values) / len(values) ** 0.5
-            return f"{text} ± {spread:.2f}" if form.startswith("+") else text
+            if form.startswith("+") and len(values) > 1:
+                text += f" ± {statistics.stdev(values) / len(values) ** 0.5:.2f}"
+            return text
 
         cells = ["", "", "", mean(lambda row, _: row["loss"], ".4f"), ""]
         accuracy = mean(lambda row, _: 100 * row["accuracy"], ".2f"), ""
