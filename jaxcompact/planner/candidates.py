@@ -81,11 +81,11 @@ class Candidates:
                 yield found
 
     def smallest(self) -> Iterator[Solution]:
-        """Without the host's help and, more slowly, with it."""
-        alone = without_host(self.asked)
-        for found in (
-            [*frontier(alone, self.noise), *self._tightest(alone)],
-            self.known,
-        ):
-            if found:
-                yield min(found, key=self.nbytes)
+        """By each measure without the host's help and, more slowly, with it."""
+        asked = without_host(self.asked)
+        alone = [*frontier(asked, self.noise), *self._tightest(asked)]
+        if alone:
+            yield min(alone, key=self.nbytes)
+            yield min(alone, key=lambda solution: solution.nbytes)
+        if self.known:
+            yield min(self.known, key=self.nbytes)

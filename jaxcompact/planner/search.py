@@ -148,21 +148,28 @@ def plan_step(
 
     found: list[Plan] = []
     best = None
-    while len(found) < _COMPILES:
+
+    def fastest(limit: float) -> Solution | None:
+        """Within that, and not compiled yet."""
         solution = candidates.fastest(limit - rest[-1])
+        return solution if solution and is_new(solution) else None
+
+    def is_new(solution: Solution) -> bool:
+        return _actions(asked, solution) not in [plan.actions for plan in found]
+
+    while len(found) < _COMPILES:
+        solution = fastest(limit)
         if best and (solution is None or solution.seconds >= best.seconds):
             break
         if found and not best:
-            safe = candidates.fastest(_SAFE * limit - rest[-1])
+            safe = fastest(_SAFE * limit)
             last = len(found) == _COMPILES - 1
             if last or safe and rest[-1] + candidates.nbytes(safe) >= _NEAR * limit:
                 solution = safe
             if last and abs(rest[-1] - rest[-2]) > (1 - _SAFE) * limit:
                 solution = None  # what was corrected errs by more
         if not best and solution is None:
-            known = [plan.actions for plan in found]
-            others = (s for s in smallest if _actions(asked, s) not in known)
-            solution = next(others, None)
+            solution = next(filter(is_new, smallest), None)
             if solution is None:
                 break
         found.append(compiled(solution))
