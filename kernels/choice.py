@@ -37,11 +37,17 @@ def using(implementation: str | None, config: dict | None = None) -> Iterator[No
 
 
 def chosen(
-    op: str, folder: Path, implementation: str | None, broken: str | None
+    op: str,
+    folder: Path,
+    implementation: str | None,
+    broken: str | None,
+    *,
+    splits: bool = False,
 ) -> dict | None:
     """How the kernel is to run, as its ``config.json`` says; None for XLA's.
 
     ``broken``: the rule that keeps the kernel from these arguments, or None.
+    ``splits``: it says how XLA is to split it over devices.
 
     Raises ValueError for an unknown implementation, NotImplementedError if the kernel
     is asked for by name where it can't run.
@@ -55,7 +61,7 @@ def chosen(
     found = _configs(folder).get(op, {})
     if "mosaic_gpu" in (implementation, forced):
         return dict(config or ()) or found.get(_card(), found["default"])
-    return found.get(_card()) if _on_one_device() else None
+    return found.get(_card()) if splits or _on_one_device() else None
 
 
 def _require_known(implementation: str | None) -> None:
@@ -82,7 +88,7 @@ def _card() -> str | None:
 
 
 def _on_one_device() -> bool:
-    """XLA can't split a kernel over devices: there it must be in a shard_map."""
+    """XLA splits no kernel by itself: on several devices it must be in a shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import reference
+from jaxcompact.kernels.quantize.devices import on_each_device, split_by_xla
 from jaxcompact.kernels.quantize.noise import mixed_seed
 
 _FOLDER = Path(__file__).parent
@@ -40,21 +41,26 @@ def quantize(
     >>> codes.shape, scales.shape
     ((2, 64), (2, 2))
     """
-    config = _config("quantize", x.shape, x.dtype, axis, implementation, bits, group)
+    # Noise is of an entry's place in the whole tensor, which a part does not know.
+    splits = axis == -1 and seed is None and split_by_xla(x)
+    config = _config(
+        "quantize", x.shape, x.dtype, axis, implementation, bits, group, splits
+    )
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
     fields["scale_bits"] = scale_bits
     if config is None:
         return reference.quantize(x, axis=axis, seed=seed, **fields)
 
-    def kernel(x, seed):
-        seed = None if seed is None else mixed_seed(seed)
+    def kernel(x, *seed):
+        mixed = mixed_seed(*seed) if seed else None
         run = _kernels(axis).quantize
-        found = run(_flat(x, axis), seed, **fields, **config)
+        found = run(_flat(x, axis), mixed, **fields, **config)
         shape = _sized(x.shape, axis, -1)
         return tuple(a if a is None else a.reshape(shape) for a in found)
 
     if seed is None:
-        return _batched_in_rows(lambda x: kernel(x, None))(x)
+        run = on_each_device(kernel, group) if splits else kernel
+        return _batched_in_rows(run)(x)
     # Noise is of an entry's place in its own example, which the kernel does not know.
     run = jax.custom_batching.custom_vmap(kernel)
     of_one = functools.partial(reference.quantize, axis=axis, **fields)
@@ -79,25 +85,31 @@ def dequantize(
 
     Memory and errors: as `quantize`.
     """
+    splits = axis == -1 and split_by_xla(codes)
     shape = _sized(codes.shape, axis, size)
-    config = _config("dequantize", shape, dtype, axis, implementation, bits, group)
-    fields = {"bits": bits, "group": group, "size": size, "dtype": dtype}
+    config = _config(
+        "dequantize", shape, dtype, axis, implementation, bits, group, splits
+    )
+    fields = {"bits": bits, "group": group, "dtype": dtype}
     if config is None:
-        return reference.dequantize(codes, stored, lows, axis=axis, **fields)
+        return reference.dequantize(codes, stored, lows, size=size, axis=axis, **fields)
 
     def kernel(codes, *of):
+        # Of a device's part, if XLA splits it.
+        here = min(size, codes.shape[axis] * 8 // bits)
         scales, low = [*(_flat(a, axis) for a in of), None][:2]
         run = _kernels(axis).dequantize
-        x = run(_flat(codes, axis), scales, low, **fields, **config)
-        return x.reshape(_sized(codes.shape, axis, size))
+        x = run(_flat(codes, axis), scales, low, size=here, **fields, **config)
+        return x.reshape(_sized(codes.shape, axis, here))
 
-    return _batched_in_rows(kernel)(codes, stored, *([] if lows is None else [lows]))
+    run = _batched_in_rows(on_each_device(kernel, group) if splits else kernel)
+    return run(codes, stored, *([] if lows is None else [lows]))
 
 
-def _config(op, shape, dtype, axis, implementation, bits, group) -> dict | None:
+def _config(op, shape, dtype, axis, implementation, bits, group, splits) -> dict | None:
     broken = _broken_rule(shape, jnp.dtype(dtype), axis, bits, group)
     op += "" if axis == -1 else "_channels"
-    return choice.chosen(op, _FOLDER, implementation, broken)
+    return choice.chosen(op, _FOLDER, implementation, broken, splits=splits)
 
 
 def _broken_rule(
