@@ -104,7 +104,7 @@ def case(name: str):
 
 def decoding(fields: dict, dtype, shape) -> dict:
     kept = {k: v for k, v in fields.items() if k in ("bits", "group", "axis")}
-    return kept | {"size": shape[fields["axis"]], "dtype": dtype}
+    return kept | {"size": shape[fields.get("axis", -1)], "dtype": dtype}
 
 
 def same(a, b):
