@@ -54,13 +54,13 @@ def quantize(
     def kernel(x, *seed):
         mixed = mixed_seed(*seed) if seed else None
         run = _kernels(axis).quantize
-        found = run(_flat(x, axis), mixed, **fields, **config)
+        found = run(flat(x, axis), mixed, **fields, **config)
         shape = _sized(x.shape, axis, -1)
         return tuple(a if a is None else a.reshape(shape) for a in found)
 
     if seed is None:
         run = on_each_device(kernel, group) if splits else kernel
-        return _batched_in_rows(run)(x)
+        return batched_in_rows(run)(x)
     # Noise is of an entry's place in its own example, which the kernel does not know.
     run = jax.custom_batching.custom_vmap(kernel)
     of_one = functools.partial(reference.quantize, axis=axis, **fields)
@@ -97,22 +97,22 @@ def dequantize(
     def kernel(codes, *of):
         # Of a device's part, if XLA splits it.
         here = min(size, codes.shape[axis] * 8 // bits)
-        scales, low = [*(_flat(a, axis) for a in of), None][:2]
+        scales, low = [*(flat(a, axis) for a in of), None][:2]
         run = _kernels(axis).dequantize
-        x = run(_flat(codes, axis), scales, low, size=here, **fields, **config)
+        x = run(flat(codes, axis), scales, low, size=here, **fields, **config)
         return x.reshape(_sized(codes.shape, axis, here))
 
-    run = _batched_in_rows(on_each_device(kernel, group) if splits else kernel)
+    run = batched_in_rows(on_each_device(kernel, group) if splits else kernel)
     return run(codes, stored, *([] if lows is None else [lows]))
 
 
 def _config(op, shape, dtype, axis, implementation, bits, group, splits) -> dict | None:
-    broken = _broken_rule(shape, jnp.dtype(dtype), axis, bits, group)
+    broken = broken_rule(shape, jnp.dtype(dtype), axis, bits, group)
     op += "" if axis == -1 else "_channels"
     return choice.chosen(op, _FOLDER, implementation, broken, splits=splits)
 
 
-def _broken_rule(
+def broken_rule(
     shape: Sequence[int], dtype: jnp.dtype, axis: int, bits: int, group: int
 ) -> str | None:
     """What keeps the kernels from such arrays; None if nothing does."""
@@ -151,20 +151,23 @@ def _sized(shape: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
     return *shape[:axis], size, *shape[axis:][1:]
 
 
-def _flat(x: jax.Array, axis: int) -> jax.Array:
+def flat(x: jax.Array, axis: int) -> jax.Array:
     """One axis in place of those before ``axis``, and one in place of those after."""
     after = [] if axis == -1 else [math.prod(x.shape[axis + 1 :])]
     return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], *after)
 
 
-def _batched_in_rows(kernel: Callable) -> Callable:
+def batched_in_rows(kernel: Callable) -> Callable:
     """The kernel, of which more examples are more rows."""
     run = jax.custom_batching.custom_vmap(kernel)
 
     @run.def_vmap
     def _(size, batched, *args):
-        assert all(batched), "arrays of one encoded tensor are batched together"
-        out = _batched_in_rows(kernel)(*args)
+        args = [
+            a if b else jnp.broadcast_to(a, (size, *a.shape))
+            for a, b in zip(args, batched, strict=True)
+        ]
+        out = batched_in_rows(kernel)(*args)
         return out, jax.tree.map(lambda _: True, out)
 
     return run

@@ -64,35 +64,25 @@ def quantize(
         i, part, j = place_of_block(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
         column = part * size + first * group
-        for source, smem in _in_strips(x_hbm.at[row], column, x_smem):
+        for source, smem in in_strips(x_hbm.at[row], column, x_smem):
             plgpu.copy_gmem_to_smem(source, smem, arrived)
         plgpu.barrier_wait(arrived)
         for g in range(groups):
-            x = _load(x_smem, g * group, group, spread).astype(jnp.float32)
+            x = load(x_smem, g * group, group, spread).astype(jnp.float32)
             if size % group and g == (count - 1) % groups:  # the last, in some block
                 entries = size - (first + g) * group
-                x = _filled(x, entries, spread, edge=not symmetric)
-            ends = (None, None) if symmetric else (jnp.min(x, 1), jnp.max(x, 1))
-            of = group_levels(
-                jnp.max(ranked(x), 1),
-                *ends,
-                bits=bits,
-                scale_bits=scale_bits,
-                stochastic=bool(seeds),
-            )
+                x = filled(x, entries, spread, edge=not symmetric)
             u = None
             if seeds:
                 row_of = (i * ROWS + _iota(x.shape, 0, spread)) * step + part
                 u = _noise(x, seeds[0][0], row_of, first + g, count, spread)
-            over = levels.Levels(None, None, *(_over(a, group) for a in of[2:]))
-            code = levels.code(x, over, u, bits=bits)
-            _store(codes_smem, g * width, _packed(code, bits))
-            levels_smem[0][g] = of.scales
-            if not symmetric:
-                levels_smem[1][g] = of.lows
+            codes, of = encoded(x, u, bits, symmetric, scale_bits)
+            store(codes_smem, g * width, codes)
+            for smem, stored in zip(levels_smem, of, strict=True):
+                smem[g] = stored
         plgpu.commit_smem()
         codes_hbm = codes_hbm.at[row, part]
-        for target, smem in _in_strips(codes_hbm, first * width, codes_smem):
+        for target, smem in in_strips(codes_hbm, first * width, codes_smem):
             plgpu.copy_smem_to_gmem(smem, target)
         for smem, hbm in zip(levels_smem, levels_hbm, strict=True):
             plgpu.copy_smem_to_gmem(smem, hbm.at[part, pl.ds(first, groups), row])
@@ -108,8 +98,8 @@ def quantize(
         grid=(math.prod(blocks),),
         grid_names=("block",),
         scratch_types=[
-            x_smem := _strips(groups, group, x_rn.dtype),
-            _strips(groups, width, jnp.uint8),
+            x_smem := shared_strips(groups, group, x_rn.dtype),
+            shared_strips(groups, width, jnp.uint8),
             *(plgpu.SMEM((groups, ROWS), kind) for kind in kinds),
             plgpu.Barrier(num_arrivals=x_smem.shape[0]),
         ],
@@ -147,18 +137,18 @@ def dequantize(
         *levels_smem, x_smem, arrived = refs[len(numbers) + 3 :]
         i, j = place_of_block(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
-        for source, smem in _in_strips(codes_hbm.at[row], first * width, codes_smem):
+        for source, smem in in_strips(codes_hbm.at[row], first * width, codes_smem):
             plgpu.copy_gmem_to_smem(source, smem, arrived)
         for hbm, smem in zip(levels_hbm, levels_smem, strict=True):
             source = hbm.at[pl.ds(first, groups), row]
             plgpu.copy_gmem_to_smem(source, smem, arrived)
         plgpu.barrier_wait(arrived)
         for g in range(groups):
-            packed = _load(codes_smem, g * width, width, layout(width, dtype))
+            packed = load(codes_smem, g * width, width, layout(width, dtype))
             x = decoded(packed, [a.at[g] for a in levels_smem], bits, dtype)
-            _store(x_smem, g * group, x)
+            store(x_smem, g * group, x)
         plgpu.commit_smem()
-        for target, smem in _in_strips(x_hbm.at[row], first * group, x_smem):
+        for target, smem in in_strips(x_hbm.at[row], first * group, x_smem):
             plgpu.copy_smem_to_gmem(smem, target)
         plgpu.wait_smem_to_gmem(0)
 
@@ -168,9 +158,9 @@ def dequantize(
         grid=(math.prod(blocks),),
         grid_names=("block",),
         scratch_types=[
-            codes_smem := _strips(groups, width, jnp.uint8),
+            codes_smem := shared_strips(groups, width, jnp.uint8),
             *(plgpu.SMEM((groups, ROWS), a.dtype) for a in numbers),
-            _strips(groups, group, dtype),
+            shared_strips(groups, group, dtype),
             plgpu.Barrier(num_arrivals=codes_smem.shape[0] + len(numbers)),
         ],
     )(codes, *numbers)
@@ -189,6 +179,22 @@ def decoded(packed: jax.Array, of: Sequence, bits: int, dtype: jnp.dtype) -> jax
     return jnp.concatenate(parts, 1)
 
 
+def encoded(
+    x: jax.Array, u: jax.Array | None, bits: int, symmetric: bool, scale_bits: int
+) -> tuple[jax.Array, list[jax.Array]]:
+    """One group's 64 rows, float32: codes as bytes; scales and, if asymmetric, lows."""
+    of = group_levels(
+        jnp.max(ranked(x), 1),
+        *((None, None) if symmetric else (jnp.min(x, 1), jnp.max(x, 1))),
+        bits=bits,
+        scale_bits=scale_bits,
+        stochastic=u is not None,
+    )
+    over = levels.Levels(None, None, *(_over(a, x.shape[1]) for a in of[2:]))
+    packed = _packed(levels.code(x, over, u, bits=bits), bits)
+    return packed, [of.scales] if symmetric else [of.scales, of.lows]
+
+
 def layout(width: int, dtype: jnp.dtype) -> plgpu.Layout:
     """Of 64 rows: a thread has 8 or 4 entries of a row side by side, 16 bytes of x."""
     if width % 32 or jnp.dtype(dtype).itemsize == 4:
@@ -196,7 +202,7 @@ def layout(width: int, dtype: jnp.dtype) -> plgpu.Layout:
     return plgpu.Layout.WGMMA_UPCAST_4X
 
 
-def _strips(groups: int, group: int, dtype: jnp.dtype):
+def shared_strips(groups: int, group: int, dtype: jnp.dtype):
     """Shared memory for a block, in strips of 128 bytes, in which no banks collide.
 
     Each is copied by itself. Tiles of one copy would have to divide the array.
@@ -208,20 +214,20 @@ def _strips(groups: int, group: int, dtype: jnp.dtype):
     return plgpu.SMEM(shape, dtype, transforms=swizzle)
 
 
-def _in_strips(hbm, column: jax.Array, smem) -> Iterator[tuple]:
+def in_strips(hbm, column: jax.Array, smem) -> Iterator[tuple]:
     """The strips of shared memory, and where they lie in rows of the card's."""
     strips, _, width = smem.shape
     for strip in range(strips):
         yield hbm.at[:, pl.ds(column + strip * width, width)], smem.at[strip]
 
 
-def _load(smem, column: int, columns: int, spread: plgpu.Layout) -> jax.Array:
+def load(smem, column: int, columns: int, spread: plgpu.Layout) -> jax.Array:
     width = smem.shape[2]
     strips = range(column // width, (column + columns) // width)
     return jnp.concatenate([plgpu.load(smem.at[i], layout=spread) for i in strips], 1)
 
 
-def _store(smem, column: int, x: jax.Array) -> None:
+def store(smem, column: int, x: jax.Array) -> None:
     width = smem.shape[2]
     for i in range(0, x.shape[1], width):
         smem[(column + i) // width] = x[:, i : i + width]
@@ -251,7 +257,7 @@ def _iota(shape: tuple[int, ...], axis: int, spread: plgpu.Layout) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=spread)
 
 
-def _filled(x: jax.Array, entries: jax.Array, spread, *, edge: bool) -> jax.Array:
+def filled(x: jax.Array, entries: jax.Array, spread, *, edge: bool) -> jax.Array:
     """A group of ``entries``, after which come zeros, or the last of them again."""
     place, fill = _iota(x.shape, 1, spread), 0.0
     if edge:

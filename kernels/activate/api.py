@@ -1,0 +1,93 @@
+"""Activate and quantize: in one pass by a kernel where that is the fastest."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.activate import reference
+from jaxcompact.kernels.activate.elementwise import refused
+from jaxcompact.kernels.quantize.api import batched_in_rows, broken_rule, flat
+
+_FOLDER = Path(__file__).parent
+
+
+def activate(
+    f: Callable[..., jax.Array],
+    xs: Sequence[jax.Array],
+    *,
+    bits: int,
+    group: int,
+    symmetric: bool = True,
+    scale_bits: int = 16,
+    implementation: str | None = None,
+) -> tuple[jax.Array, list[reference.Encoded]]:
+    """``f(*xs)``, f elementwise, and codes, scales and lows of each x.
+
+    These have `quantize`'s bits, nearest, along the last axis. f's operations are
+    rounded one by one, as XLA does: what the kernel's exp and tanh can change is said
+    in `elementwise`.
+
+    Memory: the kernel reads each x once, and writes what it returns.
+
+    Raises ValueError for an implementation that does not exist, NotImplementedError
+    where the one that is asked for by name can't run.
+
+    >>> x = jnp.ones((2, 128))
+    >>> y, [of_gate, of_up] = activate(lambda g, u: jax.nn.silu(g) * u, [x, x],
+    ...                                bits=4, group=64)
+    >>> y.shape, of_gate[0].shape
+    ((2, 128), (2, 64))
+    """
+    fields = {"bits": bits, "group": group, "symmetric": symmetric}
+    fields["scale_bits"] = scale_bits
+    jaxpr, config = _chosen(f, xs, bits, group, implementation)
+    if config is None:
+        return reference.activate(f, xs, **fields)
+
+    def kernel(*xs):
+        from jaxcompact.kernels.activate import mosaic_gpu
+
+        y, of = mosaic_gpu.activate(
+            jaxpr, [flat(x, -1) for x in xs], **fields, **config
+        )
+        leading = xs[0].shape[:-1]
+        return jax.tree.map(lambda a: a.reshape(*leading, a.shape[-1]), (y, of))
+
+    return batched_in_rows(kernel)(*xs)
+
+
+def in_one_pass(
+    f: Callable[..., jax.Array], xs: Sequence[Any], *, bits: int, group: int
+) -> bool:
+    """Whether `activate` would take its kernel, for arrays or what describes them."""
+    return _chosen(f, xs, bits, group, None)[1] is not None
+
+
+def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None]:
+    """f's jaxpr, and how its kernel is to run; None for XLA's code."""
+    if choice.chosen("activate", _FOLDER, implementation, None) is None:
+        return None, None
+    shape, dtype = xs[0].shape, xs[0].dtype
+    closed, broken = None, broken_rule(shape, jnp.dtype(dtype), -1, bits, group)
+    if len(xs) > 2:
+        broken = f"f must be of one or two arrays, got {len(xs)}"
+    if any((x.shape, x.dtype) != (shape, dtype) for x in xs):
+        kinds = ", ".join(f"{x.dtype}{x.shape}" for x in xs)
+        broken = f"xs must have one shape and dtype, got {kinds}"
+    if not broken:
+        closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for _ in xs))
+        broken = refused(closed.jaxpr, shape) or _unaligned(closed.jaxpr, shape)
+    config = choice.chosen("activate", _FOLDER, implementation, broken)
+    return closed and closed.jaxpr, config
+
+
+def _unaligned(jaxpr: Any, shape: tuple[int, ...]) -> str | None:
+    """Rows that the copy engine can't write: longer ones, a product would copy."""
+    for v in (*jaxpr.invars, *jaxpr.outvars):
+        if v.aval.dtype.itemsize * shape[-1] % 16:
+            return f"rows must be multiples of 16 bytes, got {v.aval.str_short()}"
+    return None

@@ -1,0 +1,16 @@
+"""Activate and quantize in pure JAX: one after the other, each reads the arrays."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jaxcompact.kernels.quantize.api import quantize
+
+Encoded = tuple[jax.Array, jax.Array, jax.Array | None]
+
+
+def activate(
+    f: Callable[..., jax.Array], xs: Sequence[jax.Array], **fields
+) -> tuple[jax.Array, list[Encoded]]:
+    """``f(*xs)``, and `quantize` of each x."""
+    return f(*xs), [quantize(x, **fields) for x in xs]

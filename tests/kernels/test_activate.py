@@ -1,0 +1,217 @@
+"""The kernel against the reference: the same bits. Compiled for a card: no spills."""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.activate import reference
+from jaxcompact.kernels.activate.api import activate, in_one_pass
+from jaxcompact.kernels.activate.elementwise import TAKEN
+from tests.kernels.machine_code import resources
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+KERNEL = {"implementation": "mosaic_gpu"}
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def narrowed(gate, up):
+    return swiglu(gate, up).astype(jnp.bfloat16)
+
+
+def clipped(x):
+    return jnp.where(x > 0, jnp.minimum(x, 2), -0.5)
+
+
+# Functions, fields, dtype and shape: whole blocks, tails of rows and of groups, a last
+# group in part, less than a group.
+CASES = {
+    "SwiGLU, a group in part": (swiglu, {"bits": 4}, "bfloat16", (72, 312)),
+    "SwiGLU, float32, narrowed": (
+        narrowed,
+        {"bits": 8, "symmetric": False},
+        "float32",
+        (65, 200),
+    ),
+    "GELU, asymmetric, a group in part": (
+        jax.nn.gelu,
+        {"bits": 4, "symmetric": False},
+        "bfloat16",
+        (2, 36, 184),
+    ),
+    "silu, 8-bit scales": (
+        jax.nn.silu,
+        {"bits": 8, "scale_bits": 8},
+        "float16",
+        (72, 320),
+    ),
+    "relu, groups of 128": (
+        jax.nn.relu,
+        {"bits": 2, "group": 128},
+        "float32",
+        (8, 384),
+    ),
+    "clipped, one short row": (clipped, {"bits": 4}, "float16", (1, 72)),
+}
+# On the oldest jax as well.
+OFTEN = "SwiGLU, a group in part", "GELU, asymmetric, a group in part"
+cases = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
+        for name in CASES
+    ],
+)
+
+
+def case(name: str, rows: int = 0):
+    """f, the fields, and xs with groups of every size, of zeros, of one value."""
+    f, fields, dtype, shape = CASES[name]
+    xs = []
+    for n in range(2 if f in (swiglu, narrowed) else 1):
+        keys = jax.random.split(jax.random.key(n))
+        x = jax.random.normal(keys[0], shape)
+        x *= jnp.exp(2 * jax.random.normal(keys[1], (*shape[:-1], 1)))
+        if shape[-2] > 3:
+            x = x.at[..., 1, :64].set(0.0).at[..., 2, :64].set(-3.0)
+        xs.append(x.astype(dtype))
+    return f, {"group": 64} | fields, xs
+
+
+def same(a, b):
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        x, y = (np.asarray(v, np.float32) for v in (x, y))
+        np.testing.assert_array_equal(x, y)
+
+
+@cases
+def test_bits_are_the_references(name):
+    """Interpreted, with detection of races: exp and tanh are then XLA's as well."""
+    f, fields, xs = case(name)
+    with plgpu.force_gpu_interpret_mode(INTERPRETED):
+        found = activate(f, xs, **fields, **KERNEL)
+    same(found, jax.jit(lambda xs: reference.activate(f, xs, **fields))(xs))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "unit"), [("bfloat16", 2**-8), ("float16", 2**-11), ("float32", 2**-24)]
+)
+def test_swiglu_is_within_its_five_roundings(dtype, unit):
+    """Of the exact value: 1 + exp, the quotient, two products, and exp itself.
+
+    float32's exp is a few units off; 2^-14 of a unit squared is of second order.
+    """
+    f, fields, xs = case("SwiGLU, a group in part")
+    xs = [jnp.clip(x, -8, 8).astype(dtype) for x in xs]
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        y, _ = activate(f, xs, **fields, **KERNEL)
+    gate, up = (np.asarray(x, np.float64) for x in xs)
+    exact = gate / (1 + np.exp(-gate)) * up
+    error = np.abs(np.asarray(y, np.float64) - exact)
+    tiny = float(jnp.finfo(dtype).tiny)  # below it, numbers are further apart
+    assert np.all(error <= (5 + 2) * unit * np.abs(exact) + tiny)
+    assert error.max() > 0
+
+
+def test_infinities_stay_in_their_group():
+    x = jnp.ones((8, 128), jnp.bfloat16).at[3, 70].set(jnp.inf)
+    with plgpu.force_gpu_interpret_mode(INTERPRETED):
+        y, [(_, scales, _)] = activate(jnp.tanh, [x], bits=4, group=64, **KERNEL)
+    same(y, jnp.tanh(x))
+    bad = np.zeros((8, 2), bool)
+    bad[3, 1] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(scales, np.float32)), bad)
+
+
+def test_vmap():
+    """Also where one of the arrays is the same for all examples."""
+    f, fields, [gate, up] = case("SwiGLU, a group in part")
+    gate, up = gate.reshape(3, 24, -1), up[:24]
+    expected = jax.vmap(lambda x: reference.activate(f, [x, up], **fields))(gate)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = jax.vmap(lambda x: activate(f, [x, up], **fields, **KERNEL))(gate)
+    same(found, expected)
+
+
+# Of 65536: 5 blocks of 128 threads with 96.
+MOST_REGISTERS = {"relu, groups of 128": 128}
+
+
+@cases
+def test_compiled_for_hopper(name):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    f, fields, xs = case(name)
+    # A kernel that this process has compiled before would not be compiled again.
+    rows = 4096 * (1 + list(CASES).index(name))
+    args = [jax.ShapeDtypeStruct((rows, 1024 + x.shape[-1]), x.dtype) for x in xs]
+    found = resources(lambda *xs: activate(f, xs, **fields, **KERNEL), *args)
+    [(registers, spilled)] = found
+    assert registers <= MOST_REGISTERS.get(name, 96) and not spilled, found
+
+
+def everything(x):
+    """Each operation that a kernel takes."""
+    y = jax.lax.integer_pow(jnp.exp2(x), 3) - jax.lax.square(jnp.log(jnp.abs(x)))
+    y = jax.lax.rsqrt(jnp.sqrt(y) + 1) / jax.lax.clamp(jnp.bfloat16(-1), y, -x)
+    y = jnp.where((y < x) == (y >= -x), jnp.tanh(y), jax.nn.sigmoid(y))
+    y = jnp.where((y <= 1) != (y > x), jnp.maximum(y, x), jnp.minimum(x, 0.5) * y)
+    y = jnp.where(x == y, jnp.exp(y).astype(jnp.float32), 2.0)
+    return y.astype(jnp.bfloat16)
+
+
+def test_each_operation_compiles():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+    text = str(jax.make_jaxpr(everything)(x))
+    assert {kind for kind in TAKEN if f"= {kind}" in text} == TAKEN
+    found = resources(
+        lambda x: activate(everything, [x], bits=4, group=64, **KERNEL), x
+    )
+    assert len(found) == 1
+
+
+X = jnp.ones((8, 128), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("f", "change", "rule"),
+    [
+        (lambda x: jax.lax.erf(x), {}, "f must be made of abs, .*, tanh, got erf"),
+        (lambda x: jax.nn.softmax(x), {}, "got reduce_max"),
+        (lambda x: x * X, {}, "f must close over no arrays"),
+        (lambda x: x[:4], {}, "got slice"),
+        (lambda x: x**5, {}, "integer_pow must be of 2 or 3, got 5"),
+        (lambda x: jax.lax.broadcasted_iota(x.dtype, x.shape, 1), {}, "got iota"),
+        (lambda x: x > 0, {}, "f must make one array of floats"),
+        (jnp.tanh, {"bits": 3}, "bits must be 2, 4 or 8, got 3"),
+        (
+            jnp.tanh,
+            {"shape": (8, 133)},
+            r"multiples of 16 bytes, got bfloat16\[8,133\]",
+        ),
+        (jnp.add, {"xs": (X, X[:4])}, "xs must have one shape and dtype"),
+        (lambda x, y, z: x + y + z, {"xs": (X, X, X)}, "one or two arrays, got 3"),
+    ],
+)
+def test_what_the_kernel_does_not_take(f, change, rule):
+    change = dict(change)
+    xs = change.pop("xs", [jnp.ones(change.pop("shape", X.shape), X.dtype)])
+    fields = {"bits": 4, "group": 64} | change
+    with pytest.raises(NotImplementedError, match=rule):
+        activate(f, xs, **fields, **KERNEL)
+    with choice.using("mosaic_gpu"):
+        assert not in_one_pass(f, xs, **fields)
+
+
+def test_where_no_card_was_measured_xla_is_taken():
+    assert not in_one_pass(jnp.tanh, [X], bits=4, group=64)
+    with choice.using("mosaic_gpu"):
+        assert in_one_pass(jnp.tanh, [X], bits=4, group=64)
