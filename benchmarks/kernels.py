@@ -27,6 +27,7 @@ import jax.numpy as jnp  # noqa: E402
 from step import provenance  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
+from jaxcompact.kernels.activate.api import activate  # noqa: E402
 from jaxcompact.kernels.quantize.api import dequantize, quantize  # noqa: E402
 from jaxcompact.kernels.weight_gradient.api import weight_gradient  # noqa: E402
 from jaxcompact.memory import devices  # noqa: E402
@@ -50,6 +51,7 @@ CONFIGS = {
         for columns in (128, 256)
         for steps in (2, 3, 4)
     ],
+    "activate": [{"columns": n} for n in (64, 128)],
 }
 FOLDERS = {op: "quantize" for op in CONFIGS if "quantize" in op}
 RUNS = 20
@@ -106,6 +108,13 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
         moved, flops = size(encoded, dy) + 4 * n * m, 2 * tokens * n * m
         args = (*encoded[:2], dy)
         yield Case("weight_gradient", kind, gradient, args, moved, flops, (x, dy))
+        fields = {"bits": bits, "group": 64}
+
+        def swiglu(gate, up, fields=fields):
+            return activate(lambda g, u: jax.nn.silu(g) * u, (gate, up), **fields)
+
+        moved = size(x, x, jax.eval_shape(swiglu, x, x))
+        yield Case("activate", f"{kind}_swiglu", swiglu, (x, x), moved)
     yield from of_channels(name, x)
 
 

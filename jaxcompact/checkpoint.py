@@ -36,8 +36,9 @@ def checkpoint(
 ) -> Callable:
     """`jax.checkpoint`, which can also encode what it saves.
 
-    The outputs are those of ``fun``, exactly: only what the backward pass finds is
-    other. It replays ``fun`` from what was stored. Under the policies of
+    The outputs are those of ``fun``, exactly (but for last digits of exp and tanh where
+    a kernel evaluates an activation, docs/kernels.md): only what the backward pass
+    finds is other. It replays ``fun`` from what was stored. Under the policies of
     `jaxcompact.policies` matrix products, convolutions, attention and what else is
     expensive are not run again; without a policy all is, as by `jax.checkpoint`.
 

@@ -21,6 +21,7 @@ from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, tie
 from jaxcompact.kinds import LINEAR_ALGEBRA, expensive, is_any
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
+from jaxcompact.regions import Region, find_regions
 from jaxcompact.tensors import Tensor, Tensors
 
 _BLOCKS = LINEAR_ALGEBRA | frozenset(
@@ -80,6 +81,7 @@ class Replay:
     Attributes:
         slots: what is stored beside inputs that are kept as they are.
         kept: inputs that are kept as they are.
+        regions: elementwise functions of what is stored encoded.
     """
 
     def __init__(
@@ -439,6 +441,24 @@ class Replay:
         self.inputs_read = inputs
         used = (i for i, u in enumerate(self.derive_reads) if u)
         self.kept = sorted({*kept, *used})
+        self._find_regions()
+
+    def _find_regions(self) -> None:
+        graph = self.forward_graph = graph_of(self.forward_cut.jaxpr)
+        count = len(self.graph.outputs)
+        outputs, made = graph.outputs[:count], graph.outputs[count:]
+        self.places: dict[Any, list[int]] = defaultdict(list)
+        for k, i in enumerate(self.order):
+            self.places[made[i]].append(k)
+        actions = {v: self.slots[ks[0]].action for v, ks in self.places.items()}
+        codecs = {
+            v: action
+            for v, action in actions.items()
+            if isinstance(action, Codec) and len(self.places[v]) == 1
+        }
+        elsewhere = [*outputs, *(v for v in self.places if v not in codecs)]
+        elsewhere = [v for v in elsewhere if isinstance(v, int)]
+        self.regions = find_regions(graph, codecs, elsewhere)
 
     def _cut(
         self, outputs: list[bool], sources: list[Source]
@@ -452,31 +472,45 @@ class Replay:
     # --- running ---
 
     def run_forward(
-        self, inputs: Sequence[Any], encode: Callable[[int, Any], Any]
+        self,
+        inputs: Sequence[Any],
+        encode: Callable[[int, Any], Any],
+        regions: Sequence[Region] = (),
+        activate: Callable[[Region, list[Any]], tuple[Any, list[Any]]] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """The outputs, and ``encode(k, value)`` of each slot, made when its value is.
 
-        Left to itself XLA encodes at the end, and keeps what it encodes until then.
+        Left to itself XLA encodes at the end, and keeps what it encodes until then. The
+        value of one of ``regions``, and its sources' slots, are those of ``activate``.
         """
-        graph = graph_of(self.forward_cut.jaxpr)
-        count = len(self.graph.outputs)
-        places: dict[Any, list[int]] = defaultdict(list)
-        for k, i in enumerate(self.order):
-            places[graph.outputs[count + i]].append(k)
+        graph, count = self.forward_graph, len(self.graph.outputs)
         stored: dict[int, Any] = {}
+        sources = {v for region in regions for v in region.sources}
+        ends = {region.ops[-1]: region for region in regions}
+        inside = {op for region in regions for op in region.ops[:-1]}
 
         def keep(value: int, x: Any) -> Any:
-            for k in places.get(value, ()):
+            for k in () if value in sources else self.places.get(value, ()):
                 x, stored[k] = tie((x, encode(k, x)))
             return x
 
         def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
-            return list(map(keep, op.outs, op.bind(*values)))
+            if op in inside:
+                return [None]
+            if op not in ends:
+                return list(map(keep, op.outs, op.bind(*values)))
+            region = ends[op]
+            y, encoded = activate(region, [env[v] for v in region.sources])
+            stored.update(zip(self.slots_of(region), encoded, strict=True))
+            return [keep(op.outs[0], y)]
 
         inputs = [*self.forward_cut.consts, *_where(inputs, self.forward_reads)]
         env = graph.run(list(map(keep, graph.inputs, inputs)), rule)
         outs = [read(env, v) for v in graph.outputs[:count]]
         return outs, [stored[k] for k in range(len(self.slots))]
+
+    def slots_of(self, region: Region) -> list[int]:
+        return [self.places[v][0] for v in region.sources]
 
     def run_backward(
         self, kept: Sequence[Any], values: Sequence[Any], cts: Sequence[Any]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxcompact.codecs import Codec
+from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import (
     Graph,
     Op,
@@ -24,6 +24,7 @@ from jaxcompact.graph import (
 )
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
 from jaxcompact.policy import ChoosesActions, Save
+from jaxcompact.regions import Region
 from jaxcompact.replay import Replay, Slot
 from jaxcompact.schedule import Later
 from jaxcompact.tensors import Tensors
@@ -198,15 +199,31 @@ class Plan:
         wrt, slots = set(self.replay.wrt), self.replay.slots
         inputs, probes = self.traced.split(inputs)
         inputs = [self.guard(x) if i in wrt else x for i, x in enumerate(inputs)]
+        # What a policy probes is encoded otherwise than it is read.
+        regions = [] if probes else list(filter(self._in_one_pass, self.replay.regions))
         outs, stored = self.replay.run_forward(
             inputs,
             lambda k, x: self.stores[k].encode(
                 self._probed(slots[k].source, x, probes)
             ),
+            regions,
+            self._activate,
         )
         if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
             outs, stored = tie((outs, stored))
         return outs, stored
+
+    def _in_one_pass(self, region: Region) -> bool:
+        """Whether its sources' codec takes a kernel that evaluates it as well."""
+        stores = [self.stores[k] for k in self.replay.slots_of(region)]
+        codec, avals = stores[0].codec, [store.aval for store in stores]
+        return isinstance(codec, Quantized) and codec.in_one_pass(region, avals)
+
+    def _activate(self, region: Region, xs: list[Any]) -> tuple[Any, list[Any]]:
+        stores = [self.stores[k] for k in self.replay.slots_of(region)]
+        y, encoded = stores[0].codec.activate(region, xs)
+        pairs = zip(stores, encoded, strict=True)
+        return y, [store.leaves_of(e) for store, e in pairs]
 
     def _backward(self, kept, stored, cts) -> list[Any]:
         if self.traced.prevent_cse:
@@ -241,9 +258,12 @@ class _Store:
         return cls(codec, seed, tree, leaves, aval, as_bits)
 
     def encode(self, x: jax.Array) -> list[jax.Array]:
-        leaves = [x]
-        if self.codec is not None:
-            leaves = jax.tree.leaves(_encode(self.codec, self.seed, x))
+        return self.leaves_of(
+            x if self.codec is None else _encode(self.codec, self.seed, x)
+        )
+
+    def leaves_of(self, encoded: Any) -> list[jax.Array]:
+        leaves = jax.tree.leaves(encoded)
         return list(map(_as_bits, leaves)) if self.as_bits else leaves
 
     def later(self, leaves: list[jax.Array]) -> Any:

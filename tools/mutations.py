@@ -96,6 +96,21 @@ MUTATIONS = [
         "test_bits_are_the_references[channels, stochastic, tails]",
     ),
     Mutation(
+        "the kernel that activates encodes its first array twice",
+        "kernels/activate/mosaic_gpu.py",
+        "load(xs_smem[n], g * group",
+        "load(xs_smem[0], g * group",
+        "tests/kernels/test_activate.py::"
+        "test_bits_are_the_references[SwiGLU, a group in part]",
+    ),
+    Mutation(
+        "a kernel takes a tensor that others read as well",
+        "jaxcompact/regions.py",
+        "return read_inside and inner",
+        "return inner",
+        "tests/test_regions.py::test_what_is_none[middle_read_elsewhere]",
+    ),
+    Mutation(
         "the order of a mask's bits",
         "kernels/bits/reference.py",
         "(part << (bits * lane)",

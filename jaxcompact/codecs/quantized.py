@@ -1,6 +1,7 @@
 """Group quantization to 8, 4, 3, 2 or 1 bits."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.codecs.codec import Codec, is_float, merged
+from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.quantize import api
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
@@ -176,6 +178,31 @@ class Quantized(Codec):
             dtype=encoded.dtype,
         )
         return x.reshape(encoded.shape)
+
+    def in_one_pass(self, f: Callable[..., jax.Array], xs: Sequence[Any]) -> bool:
+        """Whether a kernel would make what `activate` does, of such arrays."""
+        shape, _, group = self._layout(xs[0].shape)
+        return (
+            not self.stochastic
+            and self.axis == -1
+            and shape == xs[0].shape
+            and activation.in_one_pass(f, xs, bits=self.bits, group=group)
+        )
+
+    def activate(
+        self, f: Callable[..., jax.Array], xs: Sequence[jax.Array]
+    ) -> tuple[jax.Array, list[Encoded]]:
+        """``f(*xs)``, f elementwise, and what `encode` gives of each: `in_one_pass`."""
+        y, found = activation.activate(
+            f,
+            xs,
+            bits=self.bits,
+            group=self._layout(xs[0].shape)[2],
+            symmetric=self.symmetric,
+            scale_bits=self.scale_bits,
+        )
+        pairs = zip(xs, found, strict=True)
+        return y, [Encoded(*of, x.shape, x.dtype) for x, of in pairs]
 
     def weight_gradient(self, encoded: Encoded, dy: jax.Array, **product) -> jax.Array:
         """``decode(encoded)^T dy``, summed over all axes but the last, in one kernel.

@@ -73,6 +73,8 @@ def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None]:
         return None, None
     shape, dtype = xs[0].shape, xs[0].dtype
     closed, broken = None, broken_rule(shape, jnp.dtype(dtype), -1, bits, group)
+    if group < 64:  # columns that f is evaluated on at once
+        broken = f"group must be 64, 128 or 256, got {group}"
     if len(xs) > 2:
         broken = f"f must be of one or two arrays, got {len(xs)}"
     if any((x.shape, x.dtype) != (shape, dtype) for x in xs):
@@ -80,14 +82,19 @@ def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None]:
         broken = f"xs must have one shape and dtype, got {kinds}"
     if not broken:
         closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for _ in xs))
-        broken = refused(closed.jaxpr, shape) or _unaligned(closed.jaxpr, shape)
+        broken = refused(closed.jaxpr, shape) or _too_wide(closed.jaxpr, shape, group)
     config = choice.chosen("activate", _FOLDER, implementation, broken)
     return closed and closed.jaxpr, config
 
 
-def _unaligned(jaxpr: Any, shape: tuple[int, ...]) -> str | None:
-    """Rows that the copy engine can't write: longer ones, a product would copy."""
-    for v in (*jaxpr.invars, *jaxpr.outvars):
-        if v.aval.dtype.itemsize * shape[-1] % 16:
-            return f"rows must be multiples of 16 bytes, got {v.aval.str_short()}"
+def _too_wide(jaxpr: Any, shape: tuple[int, ...], group: int) -> str | None:
+    """What the copy engine can't write, or a multiprocessor's shared memory hold."""
+    avals = [v.aval for v in (*jaxpr.invars, *jaxpr.outvars)]
+    for aval in avals:
+        # Longer rows, as `dequantize` writes, a product that reads y would copy.
+        if aval.dtype.itemsize * shape[-1] % 16:
+            return f"rows must be multiples of 16 bytes, got {aval.str_short()}"
+    width = sum(aval.dtype.itemsize for aval in avals)
+    if group * width > 2048:
+        return f"groups of {group} take {2048 // group} bytes of xs and y, got {width}"
     return None

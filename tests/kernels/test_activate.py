@@ -197,6 +197,11 @@ X = jnp.ones((8, 128), jnp.bfloat16)
             {"shape": (8, 133)},
             r"multiples of 16 bytes, got bfloat16\[8,133\]",
         ),
+        (
+            jnp.add,
+            {"xs": [X.astype(jnp.float32)] * 2, "group": 256},
+            "groups of 256 take 8 bytes of xs and y, got 12",
+        ),
         (jnp.add, {"xs": (X, X[:4])}, "xs must have one shape and dtype"),
         (lambda x, y, z: x + y + z, {"xs": (X, X, X)}, "one or two arrays, got 3"),
     ],

@@ -1,0 +1,89 @@
+"""Elementwise functions of tensors that are stored, which nothing else reads.
+
+Where a forward pass encodes such tensors and evaluates such a function, a kernel can do
+both from one reading of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
+from jaxcompact.kernels.activate.elementwise import TAKEN
+from jaxcompact.kinds import expensive, renames
+
+
+@dataclass(frozen=True)
+class Region:
+    """One value as a function of stored tensors, entry by entry.
+
+    Attributes:
+        sources: the tensors. No operation but these reads them.
+        ops: the operations, in order. What they make they alone read, but the last's.
+    """
+
+    sources: tuple[int, ...]
+    ops: tuple[Op, ...]
+
+    def __call__(self, *xs: Any) -> Any:
+        env = dict(zip(self.sources, xs, strict=True))
+        for op in self.ops:
+            (env[op.outs[0]],) = op.bind(*(read(env, v) for v in op.ins))
+        return env[self.ops[-1].outs[0]]
+
+
+def find_regions(
+    graph: Graph, codecs: Mapping[int, Any], elsewhere: Collection[int]
+) -> list[Region]:
+    """Those whose sources have one codec, shape and dtype, and whose value is written.
+
+    It is where a product reads it, say: a value that XLA makes on its way to the next
+    elementwise operation takes no memory traffic, by itself it would.
+
+    ``codecs``: of the values that may be sources; ``elsewhere``: values that are read
+    outside the graph.
+    """
+    readers: dict[int, list[Op]] = defaultdict(list)
+    made: dict[int, Region] = {}
+    for op in graph.ops:
+        for v in set(op.reads):
+            readers[v].append(op)
+        if _is_elementwise(op) and all(v in codecs or v in made for v in op.reads):
+            parts = [made[v] for v in op.reads if v not in codecs]
+            sources = [v for v in op.reads if v in codecs]
+            made[op.outs[0]] = Region(
+                tuple(dict.fromkeys([v for p in parts for v in p.sources] + sources)),
+                tuple(dict.fromkeys([o for p in parts for o in p.ops] + [op])),
+            )
+
+    def is_closed(region: Region) -> bool:
+        inner = {*region.sources, *(op.outs[0] for op in region.ops[:-1])}
+        inside = set(region.ops)
+        read_inside = all(inside.issuperset(readers[v]) for v in inner)
+        return read_inside and inner.isdisjoint(elsewhere)
+
+    def is_written(value: int) -> bool:
+        return value in elsewhere or any(
+            is_written(op.outs[0]) if renames(op) else expensive(op)
+            for op in readers[value]
+        )
+
+    def is_of_one_kind(region: Region) -> bool:
+        avals = {v: graph.avals[v] for v in region.sources}
+        kinds = {(codecs[v], a.shape, a.dtype) for v, a in avals.items()}
+        return len(kinds) == 1
+
+    return [
+        region
+        for value, region in made.items()
+        if is_written(value) and is_closed(region) and is_of_one_kind(region)
+    ]
+
+
+def _is_elementwise(op: Op) -> bool:
+    """Whether a kernel may evaluate it, by its kind."""
+    if op.kind == "custom_jvp_call":
+        (body,) = map(graph_of, inner_jaxprs(op))
+        return len(op.outs) == 1 and all(map(_is_elementwise, body.ops))
+    return op.kind in TAKEN and not renames(op)
