@@ -192,6 +192,7 @@ X = jnp.ones((8, 128), jnp.bfloat16)
         (lambda x: jax.lax.broadcasted_iota(x.dtype, x.shape, 1), {}, "got iota"),
         (lambda x: x > 0, {}, "f must make one array of floats"),
         (jnp.tanh, {"bits": 3}, "bits must be 2, 4 or 8, got 3"),
+        (jnp.tanh, {"group": 32}, "group must be 64, 128 or 256, got 32"),
         (
             jnp.tanh,
             {"shape": (8, 133)},
