@@ -1,13 +1,16 @@
 """What is in memory in each stage of a backward pass, as rows of an integer program.
 
 What `alive` follows for one solution is a matter of several choices here, so a variable
-of its own, 0 or 1. With ``again_v`` for what is made again, of each u that v is read to
-make again, and each stage t that u is there by::
+of its own, 0 or 1. With ``again_v`` for what is made again, ``by_vt`` for what is there
+by stage t, and every u that is made of v::
 
-    by_ut      = again_u                              at u's own first use
-    by_vt     >= by_ut + again_v - 1,    by_v(t-1)
-    decoded_vt >= by_ut - by_u(t-1) + encoded_v - 1
-    operand_t  >= by_ut - by_u(t-1) + again_v - 1     made of v, in memory for u alone
+    by_vt       = again_v                    at v's own first use
+    by_vt      >= by_ut + again_v - 1
+    by_vt      >= by_vs                      of a stage s before
+    decoded_vt >= by_ut + encoded_v - 1
+
+That is exact for small functions (`tests/planner/test_milp.py`), but for what is made
+again many stages before its own use: a long chain would have a variable for each pair.
 """
 
 import itertools
@@ -23,6 +26,7 @@ from jaxcompact.policy import Save
 from jaxcompact.replay import Residual, Source
 
 Terms = dict[int, float]
+_EARLIER = 8  # stages by which something is there, that are told apart
 
 
 class Lifetimes:
@@ -116,7 +120,7 @@ class Lifetimes:
             stages = {t: x for t, x in by[value].items() if not own or t < min(own)}
             if own:
                 stages[min(own)] = self.again[value]
-            times = sorted(stages)
+            times = sorted(stages)[-_EARLIER:]
             for one, other in itertools.pairwise(times):
                 self.program.row({stages[other]: 1.0, stages[one]: -1.0}, 0, np.inf)
                 if expensive(op):

@@ -16,6 +16,7 @@ from jaxcompact.memory import devices
 from jaxcompact.planner.alive import alive
 from jaxcompact.planner.block import Noting
 from jaxcompact.planner.candidates import Candidates
+from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.milp import frontier, solve
 from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.replay import Residual
@@ -361,6 +362,23 @@ def test_attention_keeps_its_bits():
         (codec,) = codecs[name]
         assert codec.bits == 8 and not codec.symmetric
     assert len(codecs["dot_general.2"]) == 2
+
+
+def test_a_longer_chain_has_that_many_more_variables(monkeypatch):
+    """Not one for each pair of its products: 200 would take minutes."""
+
+    def variables(count):
+        def chain(w, x):
+            for k in range(count):
+                x = jnp.sin(x @ w[k % 3])
+            return x
+
+        seen = []
+        monkeypatch.setattr(IntegerProgram, "minimize", lambda p, _: seen.append(p))
+        solve(without_host(asked(chain)), nbytes=1e9, layers=1)
+        return len(seen[0].least)
+
+    assert variables(40) < 2.2 * variables(20)
 
 
 def test_a_transformer_block_is_solved_in_half_a_second():
