@@ -1,7 +1,6 @@
 """A traced function that is differentiated from what a policy has stored."""
 
 import functools
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,22 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxcompact.codecs import Codec, Quantized
-from jaxcompact.graph import (
-    Graph,
-    Op,
-    graph_of,
-    inner_jaxprs,
-    on_host,
-    read,
-    tie,
-    zeros,
-)
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT
-from jaxcompact.policy import ChoosesActions, Save
+from jaxcompact.codecs import Quantized
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read, tie, zeros
+from jaxcompact.policy import ChoosesActions
 from jaxcompact.regions import Region
-from jaxcompact.replay import Replay, Slot
-from jaxcompact.schedule import Later
+from jaxcompact.replay import Replay
+from jaxcompact.stores import Store
 from jaxcompact.tensors import Tensors
 
 
@@ -159,7 +148,7 @@ class Plan:
             traced.bind,
             traced.prefix,
         )
-        self.stores = [_Store.of(slot, self.replay) for slot in self.replay.slots]
+        self.stores = [Store.of(slot, self.replay) for slot in self.replay.slots]
         self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
         self.forward, self.backward = jax.jit(self._forward), jax.jit(self._backward)
 
@@ -232,82 +221,6 @@ class Plan:
         pairs = zip(self.stores, stored, strict=True)
         values = [store.later(leaves) for store, leaves in pairs]
         return self.replay.run_backward(kept, values, cts)
-
-
-@dataclass(frozen=True)
-class _Store:
-    """How the value of a slot crosses from the forward to the backward pass.
-
-    Where anything is encoded, ``as_bits``, as integers: an outer `checkpoint` then
-    knows that there is nothing to encode. Integers have no derivative.
-    """
-
-    codec: Codec | None
-    seed: int
-    tree: Any
-    leaves: list[Any]
-    aval: Any
-    as_bits: bool
-
-    @classmethod
-    def of(cls, slot: Slot, replay: Replay) -> "_Store":
-        aval, as_bits = replay.avals[slot.source], replay.lossy
-        codec = None if isinstance(slot.action, Save) else slot.action
-        seed = zlib.crc32(slot.tensor.name.encode())
-        leaves, tree = jax.tree.flatten(aval if codec is None else _stored(codec, aval))
-        return cls(codec, seed, tree, leaves, aval, as_bits)
-
-    def encode(self, x: jax.Array) -> list[jax.Array]:
-        return self.leaves_of(
-            x if self.codec is None else _encode(self.codec, self.seed, x)
-        )
-
-    def leaves_of(self, encoded: Any) -> list[jax.Array]:
-        leaves = jax.tree.leaves(encoded)
-        return list(map(_as_bits, leaves)) if self.as_bits else leaves
-
-    def later(self, leaves: list[jax.Array]) -> Any:
-        if self.codec is None:
-            return self.decode(leaves)
-        return Later(leaves, self.decode, light=_light(self.codec, self.aval))
-
-    def decode(self, leaves: list[jax.Array]) -> jax.Array:
-        pairs = zip(leaves, self.leaves, strict=True)
-        leaves = [_from_bits(leaf, aval.dtype) for leaf, aval in pairs]
-        x = jax.tree.unflatten(self.tree, leaves)
-        if self.codec is None:
-            return x
-        x, sharding = _decode(self.codec, x).astype(self.aval.dtype), self.aval.sharding
-        # Groups that lie on several devices are gathered.
-        same = jax.typeof(x).sharding.spec == sharding.spec
-        return x if same else jax.sharding.reshard(x, sharding)
-
-
-# Layers after the first find these traced.
-@partial(jax.jit, static_argnums=(0, 1))
-def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
-    if not codec.supports(x.dtype):  # a slope of zeros and ones
-        x = x != 0
-    return codec.encode(x, seed)
-
-
-@partial(jax.jit, static_argnums=0)
-def _decode(codec: Codec, encoded: Any) -> jax.Array:
-    return codec.decode(encoded)
-
-
-@functools.lru_cache(1024)
-def _stored(codec: Codec, aval: Any) -> Any:
-    """The shapes and dtypes of what is stored."""
-    return jax.eval_shape(partial(_encode, codec, 0), aval)
-
-
-@functools.lru_cache(1024)
-def _light(codec: Codec, aval: Any) -> bool:
-    """Whether decoding is no more than arithmetic on each entry."""
-    decode = jax.make_jaxpr(partial(_decode, codec))(_stored(codec, aval))
-    made = {op.kind for op in graph_of(decode).ops}
-    return made <= ELEMENTWISE | LAYOUT - {"gather", "scatter"}
 
 
 # --- differentiation -------------------------------------------------------------
@@ -416,17 +329,3 @@ def _guard(label: str) -> Callable:
         )
 
     return guard
-
-
-def _as_bits(x: jax.Array) -> jax.Array:
-    bits = _bits_of(x.dtype)
-    return x if bits == x.dtype or on_host(x) else jax.lax.bitcast_convert_type(x, bits)
-
-
-def _from_bits(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
-
-
-def _bits_of(dtype: Any) -> Any:
-    floating = jnp.issubdtype(dtype, jnp.floating)
-    return jnp.dtype(f"uint{8 * dtype.itemsize}") if floating else dtype

@@ -24,6 +24,7 @@ LAYERS = (
     {"subspace", "tensors", "program"},
     {"policy"},
     {"policies", "replay"},
+    {"stores"},
     {"traced"},
     {"checkpoint"},
     {"explain", "planner"},

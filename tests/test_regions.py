@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
-from jaxcompact import replay, traced
+from jaxcompact import replay, stores
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
 from tests.kernels.machine_code import compiled, kernels_in
@@ -141,7 +141,7 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted; the same codes, and what XLA fuses in another order."""
     from jaxcompact.kernels.activate import mosaic_gpu
 
-    kernel, encode = mosaic_gpu.activate, traced._Store.encode
+    kernel, encode = mosaic_gpu.activate, stores.Store.encode
     together, alone = [], []
     monkeypatch.setattr(
         mosaic_gpu,
@@ -149,7 +149,7 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
         lambda f, xs, **k: together.append(len(xs)) or kernel(f, xs, **k),
     )
     monkeypatch.setattr(
-        traced._Store,
+        stores.Store,
         "encode",
         lambda store, x: alone.append(x.shape) or encode(store, x),
     )
