@@ -206,7 +206,7 @@ class Plan:
         """Whether its sources' codec takes a kernel that evaluates it as well."""
         stores = [self.stores[k] for k in self.replay.slots_of(region)]
         codec, avals = stores[0].codec, [store.aval for store in stores]
-        return isinstance(codec, Quantized) and codec.in_one_pass(region, avals)
+        return type(codec) is Quantized and codec.in_one_pass(region, avals)
 
     def _activate(self, region: Region, xs: list[Any]) -> tuple[Any, list[Any]]:
         stores = [self.stores[k] for k in self.replay.slots_of(region)]

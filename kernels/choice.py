@@ -23,7 +23,7 @@ _forced = jax.make_user_context(default_value=(None, None))
 def using(implementation: str | None, config: dict | None = None) -> Iterator[None]:
     """Within it, ops that are asked for None take this one where they can.
 
-    ``config`` is the kernels', in the place of the file's.
+    ``config`` is that of kernels with such entries, in the place of their file's.
 
     Raises ValueError for an implementation that does not exist.
 
@@ -60,7 +60,10 @@ def chosen(
         return None
     found = _configs(folder).get(op, {})
     if "mosaic_gpu" in (implementation, forced):
-        return dict(config or ()) or found.get(_card(), found["default"])
+        config, default = dict(config or ()), found["default"]
+        return (
+            config if config.keys() == default.keys() else found.get(_card(), default)
+        )
     return found.get(_card()) if splits or _on_one_device() else None
 
 

@@ -11,6 +11,8 @@ from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate import reference
 from jaxcompact.kernels.activate.elementwise import refused
 from jaxcompact.kernels.quantize.api import batched_in_rows, broken_rule, flat
+from jaxcompact.kernels.quantize.devices import split_by_xla
+from jaxcompact.kernels.varying import varying_as
 
 _FOLDER = Path(__file__).parent
 
@@ -57,7 +59,7 @@ def activate(
         leading = xs[0].shape[:-1]
         return jax.tree.map(lambda a: a.reshape(*leading, a.shape[-1]), (y, of))
 
-    return batched_in_rows(kernel)(*xs)
+    return varying_as(xs, batched_in_rows(kernel)(*xs))
 
 
 def in_one_pass(
@@ -73,6 +75,8 @@ def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None]:
         return None, None
     shape, dtype = xs[0].shape, xs[0].dtype
     closed, broken = None, broken_rule(shape, jnp.dtype(dtype), -1, bits, group)
+    if any(map(split_by_xla, xs)):
+        broken = "XLA can't split it over devices"
     if group < 64:  # columns that f is evaluated on at once
         broken = f"group must be 64, 128 or 256, got {group}"
     if len(xs) > 2:

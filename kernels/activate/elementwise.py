@@ -24,7 +24,7 @@ _CALLS = frozenset("jit pjit closed_call custom_jvp_call custom_vjp_call".split(
 
 def refused(jaxpr: Any, shape: tuple[int, ...]) -> str | None:
     """Why a kernel can't evaluate it on blocks of ``shape``; None if it can."""
-    if jaxpr.constvars:
+    if _closes_over_arrays(jaxpr):
         return "f must close over no arrays"
     for eqn in _operations(jaxpr):
         kind = eqn.primitive.name
@@ -77,6 +77,11 @@ def _operations(jaxpr: Any) -> Iterator[Any]:
             yield from _operations(_inside(eqn))
         else:
             yield eqn
+
+
+def _closes_over_arrays(jaxpr: Any) -> bool:
+    calls = (eqn for eqn in jaxpr.eqns if eqn.primitive.name in _CALLS)
+    return bool(jaxpr.constvars) or any(_closes_over_arrays(_inside(c)) for c in calls)
 
 
 def _inside(call: Any) -> Any:

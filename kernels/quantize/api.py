@@ -13,6 +13,7 @@ from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import reference
 from jaxcompact.kernels.quantize.devices import on_each_device, split_by_xla
 from jaxcompact.kernels.quantize.noise import mixed_seed
+from jaxcompact.kernels.varying import varying_as
 
 _FOLDER = Path(__file__).parent
 
@@ -60,13 +61,13 @@ def quantize(
 
     if seed is None:
         run = on_each_device(kernel, group) if splits else kernel
-        return batched_in_rows(run)(x)
+        return varying_as(x, batched_in_rows(run)(x))
     # Noise is of an entry's place in its own example, which the kernel does not know.
     run = jax.custom_batching.custom_vmap(kernel)
     of_one = functools.partial(reference.quantize, axis=axis, **fields)
     run.def_vmap(_by(lambda x, seed: of_one(x, seed=seed)))
     seed = jnp.uint32(seed % 2**32 if isinstance(seed, int) else seed)
-    return run(x, seed)
+    return varying_as(x, run(x, seed))
 
 
 def dequantize(
@@ -103,7 +104,8 @@ def dequantize(
         return x.reshape(_sized(codes.shape, axis, here))
 
     run = batched_in_rows(on_each_device(kernel, group) if splits else kernel)
-    return run(codes, stored, *([] if lows is None else [lows]))
+    arrays = [codes, stored, *([] if lows is None else [lows])]
+    return varying_as(arrays, run(*arrays))
 
 
 def _config(op, shape, dtype, axis, implementation, bits, group, splits) -> dict | None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
+from jaxcompact.kernels.varying import varying_as
 from jaxcompact.kernels.weight_gradient import reference
 
 _FOLDER = Path(__file__).parent
@@ -71,7 +72,7 @@ def weight_gradient(
         ]
         return jax.lax.map(lambda a: kernel(*a), args), True
 
-    return kernel(codes, stored, dy)
+    return varying_as((codes, stored, dy), kernel(codes, stored, dy))
 
 
 def _config(implementation, stored, lows, dy, bits, group, size, dtype) -> dict | None:

@@ -187,6 +187,7 @@ X = jnp.ones((8, 128), jnp.bfloat16)
         (lambda x: jax.lax.erf(x), {}, "f must be made of abs, .*, tanh, got erf"),
         (lambda x: jax.nn.softmax(x), {}, "got reduce_max"),
         (lambda x: x * X, {}, "f must close over no arrays"),
+        (lambda x: jax.jit(lambda y: y * X)(x), {}, "f must close over no arrays"),
         (lambda x: x[:4], {}, "got slice"),
         (lambda x: x**5, {}, "integer_pow must be of 2 or 3, got 5"),
         (lambda x: jax.lax.broadcasted_iota(x.dtype, x.shape, 1), {}, "got iota"),

@@ -13,6 +13,7 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
+from jaxcompact.kernels.activate.api import in_one_pass
 from jaxcompact.kernels.quantize import api, mosaic_gpu, reference
 from tests.kernels.machine_code import compiled, kernels_in
 from tests.kernels.test_quantize import data, decoding, same
@@ -157,6 +158,36 @@ def test_gradients_of_a_checkpointed_scan(parts):
     found = gradients("mosaic_gpu", on_mesh(weights, P()), on_mesh(x, P("a")))
     assert parts == {"quantize": (4, 101), "dequantize": (4, 101)}
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jax.lax.erf(x @ w) @ w,
+        lambda w, x: jnp.tanh(x @ w) @ w,
+        lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T) @ x,
+    ],
+    ids=["rows", "activated", "channels"],
+)
+def test_what_varies_over_a_shard_map_is_known(fun):
+    """Else jax refuses the gradient's products."""
+    wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    grad = jax.grad(lambda w, x: wrapped(w, x).astype(jnp.float32).sum(), (0, 1))
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AUTO,) * 2)
+    specs = P(), P("a")
+    run = jax.shard_map(grad, mesh=mesh, in_specs=specs, out_specs=specs)
+    w, x = (jnp.ones((n, 128), jnp.bfloat16) for n in (128, 256))
+    with choice.using("mosaic_gpu"):
+        text = str(jax.make_jaxpr(run)(w, x))
+    assert "custom_vmap_call" in text
+
+
+def test_activations_are_not_split():
+    """jax would gather x for a kernel that says nothing of it."""
+    x = jnp.ones((256, 128), jnp.bfloat16)
+    with choice.using("mosaic_gpu"):
+        assert in_one_pass(jnp.tanh, [x], bits=4, group=64)
+        assert not in_one_pass(jnp.tanh, [on_mesh(x, P("a"))], bits=4, group=64)
 
 
 @pytest.fixture

@@ -100,7 +100,6 @@ def test_it_is_what_the_program_takes(asked):
         found = peak(step, *args, device="h200").peak_bytes / ONE
         without.append(found - stored(chosen))
         rest.append(found - alive(asked, chosen, 1) / ONE)
-    print(rest, without)
     # Off by less than two activations (the last ones are more than modelled, the others
     # are within a third of one); without the model by more than five.
     assert max(rest) - min(rest) < 2 < 5 < max(without) - min(without)
