@@ -7,11 +7,12 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 
 
-def split_by_xla(x: jax.Array) -> bool:
+def split_by_xla(x: jax.Array | jax.core.ShapedArray) -> bool:
     """Whether it is known that XLA decides how x lies on several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        mesh = jax.typeof(x).sharding.mesh
+        kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+        mesh = kind.sharding.mesh
     return mesh.size > 1 and mesh.are_all_axes_auto
 
 
