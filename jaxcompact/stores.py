@@ -2,6 +2,7 @@
 
 import functools
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ class Store:
     def later(self, leaves: list[jax.Array]) -> Any:
         if self.codec is None:
             return self.decode(leaves)
-        return Later(leaves, self.decode, light=_light(self.codec, self.aval))
+        return Later(leaves, self.decode, light=_light(self.decode, leaves))
 
     def decode(self, leaves: list[jax.Array]) -> jax.Array:
         pairs = zip(leaves, self.leaves, strict=True)
@@ -85,11 +86,9 @@ def _stored(codec: Codec, aval: Any) -> Any:
     return jax.eval_shape(partial(_encode, codec, 0), aval)
 
 
-@functools.lru_cache(1024)
-def _light(codec: Codec, aval: Any) -> bool:
-    """Whether decoding is no more than arithmetic on each entry."""
-    decode = jax.make_jaxpr(partial(_decode, codec))(_stored(codec, aval))
-    made = {op.kind for op in graph_of(decode).ops}
+def _light(decode: Callable[[Any], jax.Array], leaves: list[jax.Array]) -> bool:
+    """Whether decoding, here and now, is no more than arithmetic on each entry."""
+    made = {op.kind for op in graph_of(jax.make_jaxpr(decode)(leaves)).ops}
     return made <= ELEMENTWISE | LAYOUT - {"gather", "scatter"}
 
 

@@ -191,12 +191,42 @@ def test_activations_are_not_split():
 
 
 @pytest.fixture
-def figures(monkeypatch):
-    """An H200 was measured."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
+def measured(monkeypatch):
+    """Kernels of an H200."""
     cards = {"default": {"groups": 4}, "NVIDIA H200": {"groups": 2}}
     found = {"quantize": cards, "dequantize": cards}
     monkeypatch.setattr(choice, "_configs", lambda folder: found)
+
+
+@pytest.mark.parametrize("way", ["forced", "measured and split"])
+def test_what_a_kernel_decodes_it_decodes_once(way, request, monkeypatch):
+    """XLA's arithmetic runs again beside each of its readers instead."""
+    w, x = jnp.ones((2, 128, 128)), jnp.ones((256, 128))
+    if way != "forced":
+        w, x = on_mesh(w, P()), on_mesh(x, P("a"))
+
+    def decodings():
+        @partial(jc.checkpoint, policy=jc.policies.uniform(jc.Quantized(4)), params=0)
+        def block(w, x):
+            return jnp.tanh(x @ w[0]) @ w[1]
+
+        grad = jax.grad(lambda w, x: block(w, x).sum(), (0, 1))
+        return str(jax.make_jaxpr(grad)(w, x)).count("name=_decode")
+
+    stored = 2  # x, and x @ w[0], which is read twice
+    assert decodings() == stored + 1
+    if way != "forced":
+        request.getfixturevalue("measured")
+        monkeypatch.setattr(choice, "_card", lambda: "NVIDIA H200")
+        jax.clear_caches()  # of what was traced for a CPU
+    with choice.using("mosaic_gpu" if way == "forced" else None):
+        assert decodings() == stored
+
+
+@pytest.fixture
+def figures(measured):
+    """What an absent card's programs are compiled with is here."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
 
 
 def kernels_on_cards(codec, spec, kind):
