@@ -42,7 +42,7 @@ def _add_memory(commands: Any) -> None:
         "jax.ShapeDtypeStructs or arrays; with --largest-batch, make_step(batch)",
     )
     cards = ", ".join(memory.devices())
-    command.add_argument("--device", default="h200", help=f"{cards} (default: h200)")
+    command.add_argument("--device", help=f"{cards} (default: what is here, or h200)")
     command.add_argument("--batch", type=int, help="calls make_step(batch)")
     command.add_argument(
         "--largest-batch", action="store_true", help="searches the largest that fits"
@@ -107,7 +107,7 @@ def _add_plan(commands: Any) -> None:
     command.add_argument("--layers", type=int, default=1, help="how many blocks")
     command.add_argument("--budget", help='"7GiB"; default: the whole card')
     cards = ", ".join(memory.devices())
-    command.add_argument("--device", default="h200", help=f"{cards} (default: h200)")
+    command.add_argument("--device", help=f"{cards} (default: what is here, or h200)")
     command.add_argument(
         "--max-error",
         type=float,

@@ -41,10 +41,7 @@ class Planner:
     ):
         self.options, self.layers = options, layers
         self.make_training, self.make_step = make_training, make_step
-        kind = jax.devices()[0].device_kind
-        cards = jc.memory.devices().items()
-        here = (short for short, card in cards if card.name == kind)
-        self.device = options.plan_device or next(here, "h200")
+        self.device = options.plan_device or jc.memory.here()
         self._measure = None
 
     def measure(self, params: Any, tokens_bt: np.ndarray) -> jc.Sensitivity:

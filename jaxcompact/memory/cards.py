@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 _FILE = Path(__file__).with_name("cards.json")
 # XLA's GpuTargetConfigProto; what is written out is the same for all cards here.
 _TARGET = """
@@ -95,6 +97,21 @@ def devices() -> Mapping[str, Device]:
     """
     cards = json.loads(_FILE.read_text())
     return {name: Device(**fields) for name, fields in cards.items()}
+
+
+def here() -> str:
+    """The key of this machine's card; "h200" where there is none of `devices`.
+
+    >>> from jaxcompact import memory
+    >>> memory.devices()[memory.here()].platform
+    'cuda'
+    """
+    kind = _kind()
+    return next((key for key, card in devices().items() if card.name == kind), "h200")
+
+
+def _kind() -> str:
+    return jax.devices()[0].device_kind
 
 
 def find_device(name: str) -> Device:

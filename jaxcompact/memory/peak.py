@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxcompact.memory import compiler
 from jaxcompact.memory.buffers import KINDS, Buffer, buffers, operations
-from jaxcompact.memory.cards import find_device
+from jaxcompact.memory.cards import find_device, here
 
 _FORMAT = 6  # of what is cached
 
@@ -80,7 +80,7 @@ class Peak:
 def peak(
     step: Callable,
     *args: Any,
-    device: str = "h200",
+    device: str | None = None,
     devices: int | None = None,
     donate: int | Sequence[int] | None = None,
 ) -> Peak:
@@ -97,7 +97,7 @@ def peak(
             `jax.NamedSharding` lie so on the cards; the mesh may be of other devices,
             as many, or abstract. Those in the host's memory count as the card's:
             XLA forgets where they are when it compiles for a GPU that is not there.
-        device: a key of `devices`.
+        device: a key of `devices`; by default of the card that is here, or "h200".
         devices: how many; those of the arguments' mesh. To be sure.
         donate: arguments that the step may overwrite, if it is not jitted.
 
@@ -121,6 +121,7 @@ def peak(
     >>> found.peak_bytes == sum(found.breakdown.values())
     True
     """
+    device = here() if device is None else device
     card = find_device(device)
     if devices is not None and type(devices) is not int:
         raise ValueError(f"devices must be an int, got {devices!r}")

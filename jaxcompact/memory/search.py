@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxcompact.memory.cards import find_device
+from jaxcompact.memory.cards import find_device, here
 from jaxcompact.memory.peak import Peak, gib, peak
 
 _UNITS = {"": 1, "B": 1} | {
@@ -41,7 +41,7 @@ class LargestBatch:
 def largest_batch(
     make_step: Callable[[int], tuple[Callable, tuple]],
     *,
-    device: str = "h200",
+    device: str | None = None,
     budget: int | str | None = None,
     multiple: int = 1,
     progress: Callable[[str], Any] | None = None,
@@ -53,7 +53,7 @@ def largest_batch(
 
     Args:
         make_step: ``batch -> (step, args)``, for `peak`. Jit the step to donate.
-        device: a key of `devices`.
+        device: a key of `devices`; by default of the card that is here, or "h200".
         budget: bytes, or ``"16GiB"``, ``"80GB"``; the card's memory by default.
         multiple: batches are multiples of it.
         progress: called with a line for each compile; by default it goes to stderr.
@@ -69,6 +69,7 @@ def largest_batch(
     ...                      progress=lambda line: None).batch
     512
     """
+    device = here() if device is None else device
     card = find_device(device)
     limit = card.memory if budget is None else parse_bytes(budget)
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:

@@ -12,7 +12,7 @@ from jax import checkpoint_policies as saves
 
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
-from jaxcompact.memory.cards import Device, find_device
+from jaxcompact.memory.cards import Device, find_device, here
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
@@ -136,7 +136,7 @@ def front(
     make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
     *,
     layers: int = 1,
-    device: str = "h200",
+    device: str | None = None,
     max_error: float = 0.2,
     sensitivity: Sensitivity | None = None,
     codecs: Sequence[Codec] = CODECS,
@@ -151,8 +151,8 @@ def front(
 
     Raises ValueError for a step that checkpoints no block or several.
     """
+    device = here() if device is None else device
     card = find_device(device)
-
     traces, lossy = problem_of(make_step, card, max_error, sensitivity, codecs)
     _, exact = problem_of(make_step, card, 0.0, sensitivity, codecs)
     others = [

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxcompact import policies
 from jaxcompact.checkpoint import Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
-from jaxcompact.memory.cards import find_device
+from jaxcompact.memory.cards import find_device, here
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
 from jaxcompact.planner.candidates import Candidates
@@ -69,7 +69,7 @@ def plan_step(
     *,
     layers: int = 1,
     budget: int | str | None = None,
-    device: str = "h200",
+    device: str | None = None,
     max_error: float = 0.2,
     sensitivity: Sensitivity | None = None,
     codecs: Sequence[Codec] = CODECS,
@@ -88,7 +88,8 @@ def plan_step(
             uses ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block.
         layers: how often that block runs.
         budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
-        device: a key of `jaxcompact.memory.devices`.
+        device: a key of `jaxcompact.memory.devices`; by default of the card that is
+            here, or "h200".
         max_error: of the gradient, relative; 0 is exact.
         sensitivity: what each codec does to the gradient, as `sensitivity` measured it.
             Without it every tensor is taken to add as much to the gradient, relatively,
@@ -111,6 +112,7 @@ def plan_step(
     """
     if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
         raise ValueError(f"layers must be a positive int, got {layers!r}")
+    device = here() if device is None else device
     card, limit = find_device(device), budget_bytes(budget, device)
     if not max_error >= 0:
         raise ValueError(f"max_error must be 0 or more, got {max_error!r}")

@@ -84,7 +84,7 @@ COUNT = either(whole(0, 2**31 - 1), is_a(np.int64))
 FRACTION = either(SIZE, real(LEAST, 1.0, float))
 POLICY, SUBSPACE = untried(lambda v: hasattr(v, "decide")), is_a(jc.Subspace)
 EMPTY = one_of(None, [], {})
-DEVICE = untried(one_of("h200"))
+DEVICE = untried(one_of(None, "h200"))
 BUDGET = untried(either(SIZE, one_of(None, "7GiB")))
 DTYPE = untried(either(EMPTY, one_of(["a"]), is_a(type), lambda v: hasattr(v, "dtype")))
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
-from jaxcompact.memory import compiler
+from jaxcompact.memory import cards, compiler
 
 S = jax.ShapeDtypeStruct
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -285,6 +285,17 @@ def test_no_place_for_a_cache(tmp_path, monkeypatch):
 def test_a_card_that_nobody_knows():
     with pytest.raises(ValueError, match="device must be one of .*h200.* got 'gtx'"):
         jc.memory.peak(double, S((8,), F32), device="gtx")
+
+
+def test_the_card_that_is_here_is_the_default(monkeypatch, compiles):
+    x = S((8, 8), F32)
+    memory = jc.memory
+    assert memory.here() == memory.peak(double, x).device == "h200"
+    monkeypatch.setattr(cards, "_kind", lambda: memory.devices()["a100"].name)
+    assert memory.here() == memory.peak(double, x).device == "a100"
+    found = memory.largest_batch(lambda n: (double, (S((n, 8), F32),)), budget="1KiB")
+    assert found.peak.device == "a100"
+    assert len({*compiles}) == 2
 
 
 def test_a_card_that_the_compiler_does_not_take():
