@@ -93,7 +93,9 @@ def chosen() -> None:
     parser.add_argument("--batch", type=int, default=128, help="of all devices")
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--dtype", default="bfloat16", help="of compute and parameters")
-    parser.add_argument("--device", default="h200", help=", ".join(memory.devices()))
+    parser.add_argument(
+        "--device", default=memory.here(), help=", ".join(memory.devices())
+    )
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--method", default="exact", help=f"of {', '.join(names())}")
     parser.add_argument("--json", action="store_true", help="one JSON row a line")

@@ -4,7 +4,7 @@
     python benchmarks/plans.py table [--plot plans.png]
     python benchmarks/plans.py solver             # how long the integer programs take
     python benchmarks/plans.py segments         # what a plan for each layer would gain
-    python benchmarks/plans.py actions MODEL      # on an H200: modelled and measured
+    python benchmarks/plans.py actions MODEL      # on a GPU: modelled and measured
 
 Peaks are those of whole training steps, compiled for an H200; times are modelled, by
 the same roofline for both: of all operations of the traced step, those that are made
@@ -40,7 +40,7 @@ from step import provenance  # noqa: E402
 import jaxcompact as jc  # noqa: E402
 from configs import MODELS as LLAMAS  # noqa: E402
 from jaxcompact.graph import graph_of  # noqa: E402
-from jaxcompact.memory import devices, peak  # noqa: E402
+from jaxcompact.memory import devices, here, peak  # noqa: E402
 from jaxcompact.memory.cards import Device  # noqa: E402
 from jaxcompact.planner import measured, roofline  # noqa: E402
 from jaxcompact.planner.front import JAX_POLICIES, mark  # noqa: E402
@@ -269,7 +269,8 @@ def main() -> None:
     elif command == "actions":
         (make_step,) = (make for name, (make, _) in MODELS.items() if rest[0] in name)
         print("| action | modelled us | measured us | times |\n|---|---|---|---|")
-        for name, modelled, seconds in actions(make_step, CARD):
+        card = devices()[here()]
+        for name, modelled, seconds in actions(make_step, card):
             times = f"{1e6 * modelled:.1f} | {1e6 * seconds:.1f}"
             print(f"| {name} | {times} | {seconds / modelled:.2f} |")
     elif command == "solver":
