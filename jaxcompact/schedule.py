@@ -1,13 +1,17 @@
 """In which order a backward pass is made, so that little of it lives at a time."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, on_host, read, tie
 from jaxcompact.kinds import ELEMENTWISE, expensive, renames
+
+_PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class Schedule:
       memory is fetched as early as XLA likes;
     - a light one, and what is elementwise made of it, is not kept while an expensive
       operation runs, but made again for what reads it afterwards;
-    - a matrix product among the outputs is made where its operands are.
+    - a matrix product among the outputs is made where its operands are;
+    - where XLA splits the program nothing waits for a product that is added to another:
+      of products of parts it then sends the sum alone between the devices.
 
     Args:
         graph: the backward pass.
@@ -66,6 +72,7 @@ class Schedule:
             same = renames(op) or op.kind == "convert_element_type"
             if same and not self.final.isdisjoint(op.outs):
                 self.final.update(op.reads)
+        self.summands = _summands(ops) if any(map(_is_split, inputs)) else set()
         self.now = self.stage = 0  # operations, and expensive ones, so far
         self.stages: dict[int, int] = {}  # in which stage a value was made
         self.before: list[int] = []  # what the last expensive operation made
@@ -88,13 +95,13 @@ class Schedule:
         if expensive(op):
             self.stage += 1
             self.before = self._read_later(op.outs) or self.before
-        if op.kind not in ("dot_general", "conv_general_dilated"):
+        if op.kind not in _PRODUCTS:
             return outs
         if self.final.isdisjoint(op.outs):
             self.products.extend(op.outs)
             return outs
         # What else is to be made of its operands, or of products, waits for it.
-        waiting = self._read_later({*self.products, *op.reads})
+        waiting = self._read_later({*self.products, *op.reads} - self.summands)
         outs, tied = tie((outs, [env[v] for v in waiting]))
         env.update(zip(waiting, tied, strict=True))
         return outs
@@ -126,6 +133,7 @@ class Schedule:
     def _decode(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
         later = self.later[value]
         after = [v for v in self.before if self.last[v] >= self.now]
+        after = [v for v in after if v not in self.summands]
         if reader is not None and _keeps(reader):
             after = [v for v in reader.reads if v in self.chain]
         leaves = list(later.leaves)
@@ -142,6 +150,29 @@ class Schedule:
 def _keeps(op: Op) -> bool:
     """Whether what it reads has to be in memory."""
     return expensive(op) or op.kind == "optimization_barrier"
+
+
+def _summands(ops: Iterable[Op]) -> set[int]:
+    readers: dict[int, list[Op]] = defaultdict(list)
+    for op in ops:
+        for v in set(op.reads):
+            readers[v].append(op)
+    return {
+        v
+        for op in ops
+        if op.kind in _PRODUCTS
+        for v in op.outs
+        if [reader.kind for reader in readers[v]] == ["add_any"]
+    }
+
+
+def _is_split(x: Any) -> bool:
+    """Whether XLA may split it over devices."""
+    if isinstance(x, Later):
+        return any(map(_is_split, x.leaves))
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
+    return mesh.size > 1 and not mesh.are_all_axes_manual
 
 
 def in_order(

@@ -7,6 +7,8 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 import jaxcompact as jc
 from jaxcompact.graph import graph_of
+from jaxcompact.memory import compiler
+from jaxcompact.memory.collectives import collectives
 from jaxcompact.schedule import Later, Schedule
 
 N = 64
@@ -113,3 +115,33 @@ def test_what_is_an_output_itself_is_made():
     later = Later([jnp.float32(5)], lambda leaves: leaves[0] + 1, light=True)
     outs = Schedule(graph_of(jaxpr), [later, jnp.float32(4)], cts=1).run()
     assert [float(x) for x in outs] == [6, 8, 3]
+
+
+def test_a_sum_over_cards_is_sent_once():
+    """As without a checkpoint: gate's and up's gradients of x are added first."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.sharding.AbstractMesh((4,), ("d",), axis_types=(auto,))
+
+    def array(*shape, spec):
+        sharding = jax.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    x = array(256, 128, spec=jax.P())
+    wide = array(2, 128, 512, spec=jax.P(None, None, "d"))
+    down = array(512, 128, spec=jax.P("d"))
+
+    def fun(wide, down, x):
+        x = jnp.sin(x)
+        return (jax.nn.silu(x @ wide[0]) * (x @ wide[1])) @ down
+
+    def sent(fun):
+        grad = jax.grad(lambda *args: jnp.sin(fun(*args)).sum(), (0, 1, 2))
+        card = jc.memory.devices()["h200"]
+        lowered = compiler.lower(jax.jit(grad), (wide, down, x), card, None, None)
+        return collectives(compiler.compile_lowered(lowered, card).text)
+
+    twice = 2 * 4 * x.size  # forward and backward
+    assert sent(fun) == {"all-reduce": twice}
+    wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=(0, 1))
+    assert sent(wrapped) == {"all-reduce": twice}
