@@ -29,12 +29,13 @@ from jaxcompact.memory import compiler, devices  # noqa: E402
 from jaxcompact.memory.collectives import KINDS, collectives  # noqa: E402
 from training import Training  # noqa: E402
 
-METHODS = ("exact", "compact")
+METHODS = ("exact", "compact", "int4")
 # (model, batch, seq, sizes of data, fsdp and tensor)
 SETTINGS = [
     ("350m", 8 * 128, 256, (8, 1, 1)),
     ("350m", 8 * 128, 256, (1, 8, 1)),
     ("350m", 8 * 128, 256, (2, 2, 2)),
+    ("7b", 8 * 128, 256, (2, 2, 2)),
 ]
 
 
@@ -121,15 +122,17 @@ def measure(
 
 def table() -> None:
     kinds = [kind for kind in KINDS if any(row.get(kind) for row in rows())]
-    print(f"| mesh | method | gradients | {' | '.join(kinds)} | peak GiB |")
-    print("|---" * (len(kinds) + 4) + "|")
-    for row in rows():
+    print(f"| model | mesh | method | gradients | {' | '.join(kinds)} | peak GiB |")
+    print("|---" * (len(kinds) + 5) + "|")
+    order = [(*setting, method) for setting in SETTINGS for method in METHODS]
+    for row in sorted(rows(), key=lambda row: order.index(key(row))):
         sizes = zip(sharding.AXES, row["mesh"], strict=True)
         mesh = " ".join(f"{axis}={n}" for axis, n in sizes if n > 1)
         sent = " | ".join(f"{row.get(kind, 0) / 2**20:,.1f}" for kind in kinds)
         print(
-            f"| {mesh} | {row['method']} | {row['gradient_bytes'] / 2**20:,.1f} "
-            f"| {sent} | {row['peak_bytes'] / 2**30:.2f} |"
+            f"| {row['model']} | {mesh} | {row['method']} "
+            f"| {row['gradient_bytes'] / 2**20:,.1f} | {sent} "
+            f"| {row['peak_bytes'] / 2**30:.2f} |"
         )
 
 

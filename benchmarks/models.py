@@ -9,7 +9,8 @@ Each of model_tasks.py is wrapped once, as a whole:
 to benchmarks/results/models.jsonl; rows that are there are not made again.
 
 GACT's settings: groups of 256, asymmetric, stochastic, the same bits for all; or for
-each tensor 8, 4, 2 or 1 bits by `jc.sensitivity`, as many in all.
+each tensor 8, 4, 2 or 1 bits by `jc.sensitivity`, as many in all: of the gradient, or
+of Adam's steps, which is the gradient by the root of its second moment.
 """
 
 import argparse
@@ -47,17 +48,34 @@ def gact(bits: int) -> jc.Quantized:
 
 @dataclass(frozen=True)
 class Automatic:
-    """Bits by sensitivity, looked at again after 16, 64, 256, ... updates."""
+    """Bits by sensitivity, looked at again after 16, 64, 256, ... updates.
+
+    ``steps``: of Adam's steps, the gradient by the root of its second moment. At first
+    there is none: bits are those of all.
+    """
 
     bits: int
-    looks = (0, 16, 64, 256, 1024)
+    steps: bool = False
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        return (1 if self.steps else 0), 16, 64, 256, 1024
 
     def choosing(self, loss_of: Callable[[Any], Callable], args: tuple) -> Callable:
-        """``args -> policy``, of the gradient of the first of what a loss returns."""
+        """``args -> policy``; args: the second moment, and the loss's."""
 
         def make_gradient(policy):
             loss = loss_of(policy)
-            return jax.grad(lambda *args: loss(*args)[0]), args
+
+            def gradient(moment, *args):
+                found = jax.grad(lambda *args: loss(*args)[0])(*args)
+                if not self.steps:
+                    return found
+                return jax.tree.map(
+                    lambda g, v: g / (jnp.sqrt(v) + 1e-8), found, moment
+                )
+
+            return gradient, args
 
         measure, _ = measuring(
             make_gradient,
@@ -76,6 +94,7 @@ class Automatic:
 
 GACT = {f"GACT {bits} bits": jc.policies.uniform(gact(bits)) for bits in (4, 2)}
 GACT |= {f"GACT automatic {bits}": Automatic(bits) for bits in (4, 2)}
+GACT |= {f"automatic {bits} of Adam's steps": Automatic(bits, True) for bits in (4, 2)}
 
 
 # --- measuring ---
@@ -125,11 +144,13 @@ def train(task: Task, policy: Any, seed: int) -> dict[str, float]:
     params, state = task.params, task.state
     moments = task.optimizer.init(params)
     automatic = isinstance(policy, Automatic)
-    chosen, step, choose = policy, None if automatic else step_of(policy), None
+    chosen = GACT[f"GACT {policy.bits} bits"] if automatic else policy
+    step, choose = step_of(chosen), None
     for i in range(task.steps):
         key, batch = jax.random.fold_in(jax.random.key(seed), i), task.batch(i)
         if automatic and i in policy.looks:
-            args = params, state, batch, key
+            moment = optax.tree.get(moments, "nu")
+            args = moment, params, state, batch, key
             choose = choose or policy.choosing(loss_of, args)
             before, chosen = chosen, choose(*args)
             step = step if chosen == before else step_of(chosen)
