@@ -29,7 +29,7 @@ from jaxcompact.memory import compiler, devices  # noqa: E402
 from jaxcompact.memory.collectives import KINDS, collectives  # noqa: E402
 from training import Training  # noqa: E402
 
-METHODS = ("exact", "compact", "int4")
+METHODS = ("exact", "remat", "compact", "int4")
 # (model, batch, seq, sizes of data, fsdp and tensor)
 SETTINGS = [
     ("350m", 8 * 128, 256, (8, 1, 1)),
