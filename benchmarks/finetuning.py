@@ -2,6 +2,7 @@
 
     python benchmarks/finetuning.py run --data ../shared/data
     python benchmarks/finetuning.py table
+    python benchmarks/finetuning.py memory    # of roberta-base, compiled for an H200
 
 The weights come from `pretrain.py --model roberta-tiny` on english_novels; the task is
 banking77. `run` appends rows to benchmarks/results/finetuning.jsonl; those that are
@@ -9,6 +10,7 @@ there are not made again.
 """
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -105,6 +107,42 @@ def table() -> None:
         print(f"| {label} | {statistics.fmean(scores):.1f} | {each} | {sizes} |")
 
 
+def memory() -> None:
+    """CompAct's peaks on RTE: batches of 16, 512 tokens, bfloat16, float32 moments."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import jaxcompact as jc
+    from configs import MODELS
+    from dropout import noise_of
+    from methods import Method
+    from roberta import Examples
+    from training import Training
+
+    cfg = dataclasses.replace(MODELS["roberta-base"], labels=2)
+    tokens = jax.ShapeDtypeStruct((1, 16, 512), jnp.int32)
+    target = jax.ShapeDtypeStruct((1, 16), jnp.int32)
+    noise = jax.eval_shape(lambda: noise_of(0, 0, 1))
+    print("| method | checkpoint | peak GiB |\n|---|---|---|")
+    for checkpoint in ("none", "int4", "nothing"):
+        for name, rank in (("exact", 8), ("galore", 8), ("compact", 8), ("compact", 4)):
+            method = Method(name, checkpoint, rank=rank, kind="gaussian", period=500)
+            training = Training(
+                cfg,
+                method,
+                optax.constant_schedule(1e-5),
+                dtype=jnp.bfloat16,
+                param_dtype=jnp.bfloat16,
+                attention="cudnn",
+            )
+            step = jax.jit(training.step, donate_argnums=0)
+            args = training.abstract, Examples(tokens, target, noise)
+            found = jc.memory.peak(step, *args, device="h200")
+            label = name if name == "exact" else f"{name} r = {rank}"
+            print(f"| {label} | {checkpoint} | {found.peak_bytes / 2**30:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -112,9 +150,12 @@ def main() -> None:
     running.add_argument("--data", type=Path, required=True, help="folder of the sets")
     running.add_argument("--out", type=Path, default=Path("runs/finetuning"))
     commands.add_parser("table", help="print the table")
+    commands.add_parser("memory", help="print peaks, compiled for a GPU")
     arguments = parser.parse_args()
     if arguments.command == "run":
         run(arguments.data, arguments.out)
+    elif arguments.command == "memory":
+        memory()
     else:
         table()
 
