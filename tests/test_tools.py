@@ -169,6 +169,12 @@ def test_lines_to_break_are_there_once(monkeypatch):
     for mutation in importlib.import_module("mutations").MUTATIONS:
         text = (TOOLS.parent / mutation.path).read_text()
         assert text.count(mutation.old) == 1, mutation
-        file, _, test = mutation.test.partition("::")
-        name = test.partition("[")[0]
-        assert f"def {name}(" in (TOOLS.parent / file).read_text(), mutation
+
+
+@pytest.mark.slow  # imports most of the tests
+def test_tests_that_see_them_broken_are_there(monkeypatch):
+    monkeypatch.syspath_prepend(TOOLS)
+    tests = {m.test for m in importlib.import_module("mutations").MUTATIONS}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *tests]
+    found = subprocess.run(command, cwd=TOOLS.parent, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr

@@ -165,7 +165,7 @@ MUTATIONS = [
         "jaxcompact/planner/alive.py",
         "need.get(value, math.inf) > found[op]",
         "value not in need",
-        "tests/planner/test_alive.py::test_by_hand[again]",
+        "tests/planner/test_alive.py::test_by_hand[again-1]",
     ),
     Mutation(
         "the backward pass that finds everything lacks derivatives that are bits",
@@ -173,6 +173,21 @@ MUTATIONS = [
         "derived += [Slope(v) for v in self.slopes]",
         "pass",
         "tests/planner/test_milp.py::test_it_is_the_best_of_all_choices[relu]",
+    ),
+    Mutation(
+        "what waits for one of several products that are added",
+        "jaxcompact/schedule.py",
+        "*op.reads} - self.summands",
+        "*op.reads}",
+        "tests/test_schedule.py::test_a_sum_over_cards_is_sent_once",
+    ),
+    Mutation(
+        "what a kernel made in a split program lies on no mesh",
+        "kernels/quantize/devices.py",
+        "_on_mesh_of(arrays[0], split(*arrays))",
+        "split(*arrays)",
+        "tests/kernels/test_devices.py::"
+        "test_what_a_kernel_decodes_it_decodes_once[measured and split]",
     ),
     Mutation(
         "donated bytes count twice",
