@@ -128,20 +128,20 @@ def test_a_sum_over_cards_is_sent_once():
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
     x = array(256, 128, spec=jax.P())
-    wide = array(2, 128, 512, spec=jax.P(None, None, "d"))
+    gate = up = array(128, 512, spec=jax.P(None, "d"))
     down = array(512, 128, spec=jax.P("d"))
 
-    def fun(wide, down, x):
+    def fun(gate, up, down, x):
         x = jnp.sin(x)
-        return (jax.nn.silu(x @ wide[0]) * (x @ wide[1])) @ down
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
     def sent(fun):
-        grad = jax.grad(lambda *args: jnp.sin(fun(*args)).sum(), (0, 1, 2))
+        grad = jax.grad(lambda *args: jnp.sin(fun(*args)).sum(), (0, 1, 2, 3))
         card = jc.memory.devices()["h200"]
-        lowered = compiler.lower(jax.jit(grad), (wide, down, x), card, None, None)
+        lowered = compiler.lower(jax.jit(grad), (gate, up, down, x), card, None, None)
         return collectives(compiler.compile_lowered(lowered, card).text)
 
     twice = 2 * 4 * x.size  # forward and backward
     assert sent(fun) == {"all-reduce": twice}
-    wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=(0, 1))
+    wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=(0, 1, 2))
     assert sent(wrapped) == {"all-reduce": twice}
