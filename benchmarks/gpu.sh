@@ -96,6 +96,10 @@ of() { # NAME: the method's options
 }
 
 limited tests 170 "$python" tests/gpu/test_gpu.py
+if [ -n "$on_gpu" ] && command -v compute-sanitizer >/dev/null; then
+    XLA_PYTHON_CLIENT_PREALLOCATE=false limited sanitizer 120 compute-sanitizer \
+        --error-exitcode 9 "$python" tests/gpu/test_gpu.py --small-kernels
+fi
 if [ ! -e "$out/kernels.done" ] &&
     limited kernels 200 "$python" benchmarks/kernels.py --json ${on_gpu:+--tune}; then
     grep '^{' "$out/kernels.log" >"$out/kernels.jsonl"

@@ -18,6 +18,8 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
+from jaxcompact.kernels import choice  # noqa: E402
+from jaxcompact.kernels.activate.api import activate  # noqa: E402
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
 CPU = jax.local_devices(backend="cpu")[0]
@@ -76,40 +78,91 @@ def test_codec_is_the_cpus():
         assert differ.mean() < 1e-3, differ.mean()
 
 
+FULL = (
+    ((128, 256, 1024), "bfloat16"),
+    ((128, 256, 1024), "float32"),
+    ((8, 1000, 2736), "bfloat16"),
+    ((4, 24, 11008), "bfloat16"),
+    ((7, 555, 5461), "float32"),
+)
+# For the memory checker, which takes its time.
+SMALL = ((2, 40, 320), "bfloat16"), ((3, 9, 136), "float32")
+
+
 def test_kernels_are_xlas():
     """The same bits at full size, tails and noise included; products to float32's."""
     if jax.default_backend() != "gpu":
         print("not checked: the kernels need a GPU; tests/kernels interprets them")
         return
-    from jaxcompact.kernels import choice
+    kernels_are_xlas(FULL)
 
-    codecs = [jc.Quantized(bits) for bits in (2, 4, 8)]
-    codecs += [jc.Quantized(4, stochastic=True), jc.Quantized(4, symmetric=False)]
-    for codec, dtype in ((c, d) for c in codecs for d in ("bfloat16", "float32")):
-        for shape in (
-            (128, 256, 1024),
-            (8, 1000, 2736),
-            (4, 24, 11008),
-            (7, 555, 5461),
-        ):
-            x = jax.random.normal(jax.random.key(0), shape, dtype)
-            ways = []
-            for way in ("mosaic_gpu", "xla"):
-                with choice.using(way):
-                    encoded = jax.jit(lambda x, c=codec: c.encode(x))(x)
-                    y = jax.jit(lambda e, c=codec: c.decode(e))(encoded)
-                    dy = x[..., :256].astype(jnp.bfloat16)
-                    dw = jax.jit(
-                        lambda e, dy, c=codec: c.weight_gradient(
-                            e, dy.astype(e.dtype), preferred_element_type=jnp.float32
-                        )
-                    )(encoded, dy)
-                ways.append((encoded, y, dw))
-            (encoded, y, dw), expected = ways
-            jax.tree.map(np.testing.assert_array_equal, (encoded, y), expected[:2])
-            # XLA's products of float32 matrices are TensorFloat32's by default.
-            bound = 1e-5 if dtype == "bfloat16" else 1e-3
-            assert relative(dw, expected[2]) < bound, (codec, dtype, shape)
+
+def kernels_are_xlas(arrays):
+    for shape, dtype in arrays:
+        x = jax.random.normal(jax.random.key(0), shape, dtype)
+        for codec in rows():
+            quantization_is_xlas(codec, x)
+            weight_gradient_is_xlas(codec, x)
+        for codec in channels():
+            quantization_is_xlas(codec, x)
+        activation_is_xlas(x)
+
+
+def rows():
+    yield from (jc.Quantized(bits) for bits in (2, 4, 8))
+    yield from (jc.Quantized(4, stochastic=True), jc.Quantized(4, symmetric=False))
+    yield from (jc.Quantized(4, 256, scale_bits=8), jc.Quantized(8, 32))
+
+
+def channels():
+    """As policies store q and k, and with all other numbers of bits."""
+    yield jc.Quantized(8, symmetric=False, axis=-2)
+    yield jc.Quantized(4, stochastic=True, axis=-2)
+    yield jc.Quantized(3, 32, axis=-2)
+    yield jc.Quantized(2, 128, symmetric=False, stochastic=True, axis=-2)
+
+
+def both_ways(fun, *args):
+    """By the kernels, and by XLA."""
+    for way in ("mosaic_gpu", "xla"):
+        with choice.using(way):
+            yield jax.jit(lambda *args: fun(*args))(*args)  # traced anew
+
+
+def quantization_is_xlas(codec, x):
+    encoded, expected = both_ways(codec.encode, x)
+    jax.tree.map(np.testing.assert_array_equal, encoded, expected)
+    jax.tree.map(np.testing.assert_array_equal, *both_ways(codec.decode, encoded))
+
+
+def weight_gradient_is_xlas(codec, x):
+    def product(encoded, dy):
+        dy = dy.astype(encoded.dtype)
+        return codec.weight_gradient(encoded, dy, preferred_element_type=jnp.float32)
+
+    dy = x[..., :256].astype(jnp.bfloat16)
+    found, expected = both_ways(product, codec.encode(x), dy)
+    # XLA's products of float32 matrices are TensorFloat32's by default.
+    bound = 1e-5 if x.dtype == jnp.bfloat16 else 1e-3
+    assert relative(found, expected) < bound, (codec, x.dtype, x.shape)
+
+
+def activation_is_xlas(x):
+    """SwiGLU is within five roundings of the exact value, by either."""
+
+    def swiglu(gate, up):
+        return jax.nn.silu(gate) * up
+
+    def run(gate, up):
+        return activate(swiglu, (gate, up), bits=4, group=64)
+
+    (y, encoded), (expected, codes) = both_ways(run, x, x[..., ::-1])
+    jax.tree.map(np.testing.assert_array_equal, encoded, codes)
+    unit = {2: 2**-8, 4: 2**-24}[x.dtype.itemsize]
+    # Also of exp itself in float32, by some units.
+    np.testing.assert_allclose(
+        np.asarray(y, np.float32), np.asarray(expected, np.float32), rtol=16 * unit
+    )
 
 
 def training(method, dtype="float32"):
@@ -247,6 +300,10 @@ def test_cudnn_attention_is_xlas():
 def main() -> int:
     """Runs every check above; the number that failed."""
     failed = 0
+    if sys.argv[1:] == ["--small-kernels"]:
+        kernels_are_xlas(SMALL)
+        print("the kernels are XLA's on small arrays")
+        return 0
     for name, check in list(globals().items()):
         if name.startswith("test_"):
             try:
