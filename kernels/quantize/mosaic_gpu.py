@@ -26,6 +26,7 @@ from jax import lax
 from jaxcompact.kernels.quantize import levels, noise, scales
 
 ROWS = 64  # of a block: those of a warpgroup's layouts
+_SHARED = 225 * 1024  # bytes that a block may have, but for 2 KiB: barriers, gaps
 
 
 def quantize(
@@ -48,9 +49,9 @@ def quantize(
     count, step = pl.cdiv(size, group), _step(size, x_rn.dtype)
     x_rn = longer(x_rn, 0, step)
     long = x_rn.shape[0] // step
-    groups = min(groups, count)
-    blocks = pl.cdiv(long, ROWS), step, pl.cdiv(count, groups)
     width = group * bits // 8  # bytes of a group's codes
+    groups = min(count, _held(groups, group, width, x_rn.dtype))
+    blocks = pl.cdiv(long, ROWS), step, pl.cdiv(count, groups)
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]
     spread = layout(width, x_rn.dtype)
@@ -126,7 +127,7 @@ def dequantize(
     them, or copies x where a product reads it.
     """
     (rows, count), width = stored.shape, group * bits // 8
-    groups = min(groups, count)
+    groups = min(count, _held(groups, group, width, dtype))
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
     aligned = _step(1, dtype)
     numbers = [stored] if lows is None else [stored, lows]
@@ -165,6 +166,12 @@ def dequantize(
         ],
     )(codes, *numbers)
     return x[:, :size]
+
+
+def _held(groups: int, group: int, width: int, dtype: jnp.dtype) -> int:
+    """That many groups, or as many as fit in shared memory with codes and levels."""
+    one = ROWS * (group * jnp.dtype(dtype).itemsize + width + 4)
+    return min(groups, _SHARED // one)
 
 
 def decoded(packed: jax.Array, of: Sequence, bits: int, dtype: jnp.dtype) -> jax.Array:

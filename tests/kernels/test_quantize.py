@@ -237,6 +237,22 @@ def test_compiled_for_hopper(name):
     assert all(registers <= most and not spilled for registers, spilled in found), found
 
 
+@pytest.mark.parametrize("groups", [8, 4])
+def test_as_many_groups_as_shared_memory_holds(groups):
+    """Of 256 float32: three."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    fields = {"bits": 4, "group": 256, "symmetric": False}
+    x = jax.ShapeDtypeStruct((4096 + groups, 2100), jnp.float32)
+
+    def through(x):
+        with choice.using("mosaic_gpu", {"groups": groups}):
+            encoded = jax.lax.optimization_barrier(api.quantize(x, **fields))
+            return api.dequantize(*encoded, **decoding(fields, x.dtype, x.shape))
+
+    found = resources(through, x)
+    assert len(found) == 2 and not any(spilled for _, spilled in found), found
+
+
 @pytest.mark.parametrize(
     ("codec", "shape", "flat"),
     [
