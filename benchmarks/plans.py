@@ -41,8 +41,8 @@ import jaxcompact as jc  # noqa: E402
 from configs import MODELS as LLAMAS  # noqa: E402
 from jaxcompact.graph import graph_of  # noqa: E402
 from jaxcompact.memory import devices, here, peak  # noqa: E402
-from jaxcompact.memory.cards import Device  # noqa: E402
-from jaxcompact.planner import measured, roofline  # noqa: E402
+from jaxcompact.memory.cards import Device, present  # noqa: E402
+from jaxcompact.planner import roofline  # noqa: E402
 from jaxcompact.planner.front import JAX_POLICIES, mark  # noqa: E402
 from jaxcompact.planner.milp import Solution, solve  # noqa: E402
 from jaxcompact.planner.problem import CODECS, problem_of  # noqa: E402
@@ -98,7 +98,7 @@ def actions(make_step: Callable, card: Device) -> list[tuple[str, float, float]]
 
     Raises ValueError if there is no such card in it.
     """
-    if measured.present(card) is None:
+    if present(card) is None:
         raise ValueError(f"actions are measured on a {card.name}, which is not here")
     _, asked = problem_of(make_step, card, MAX_ERROR, None, CODECS)
     found = {}

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, on_host, read, tie
+from jaxcompact.kernels.quantize.devices import mesh_of
 from jaxcompact.kinds import ELEMENTWISE, expensive, renames
 
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
@@ -132,8 +132,8 @@ class Schedule:
 
     def _decode(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
         later = self.later[value]
-        after = [v for v in self.before if self.last[v] >= self.now]
-        after = [v for v in after if v not in self.summands]
+        waited = (v for v in self.before if v not in self.summands)
+        after = [v for v in waited if self.last[v] >= self.now]
         if reader is not None and _keeps(reader):
             after = [v for v in reader.reads if v in self.chain]
         leaves = list(later.leaves)
@@ -170,8 +170,7 @@ def _is_split(x: Any) -> bool:
     """Whether XLA may split it over devices."""
     if isinstance(x, Later):
         return any(map(_is_split, x.leaves))
-    mesh = jax.sharding.get_abstract_mesh()
-    mesh = jax.typeof(x).sharding.mesh if mesh.empty else mesh
+    mesh = mesh_of(x)
     return mesh.size > 1 and not mesh.are_all_axes_manual
 
 

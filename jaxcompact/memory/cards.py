@@ -106,12 +106,12 @@ def here() -> str:
     >>> memory.devices()[memory.here()].platform
     'cuda'
     """
-    kind = _kind()
-    return next((key for key, card in devices().items() if card.name == kind), "h200")
+    return next((key for key, card in devices().items() if present(card)), "h200")
 
 
-def _kind() -> str:
-    return jax.devices()[0].device_kind
+def present(card: Device) -> jax.Device | None:
+    """The first device of this machine that is such a card."""
+    return next((d for d in jax.local_devices() if d.device_kind == card.name), None)
 
 
 def find_device(name: str) -> Device:

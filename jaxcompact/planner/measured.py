@@ -21,17 +21,12 @@ from jax.extend.core import Literal
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Op, read
 from jaxcompact.kinds import ELEMENTWISE, renames
-from jaxcompact.memory.cards import Device
+from jaxcompact.memory.cards import Device, present
 from jaxcompact.memory.peak import cache_folder
 from jaxcompact.planner import roofline
 
 _LONG = 0.02  # seconds that runs in a row take, so that starting them is no matter
 _RUNS = 50  # in a row, at most
-
-
-def present(card: Device) -> jax.Device | None:
-    """The first device of this machine that is such a card."""
-    return next((d for d in jax.local_devices() if d.device_kind == card.name), None)
 
 
 def operation_seconds(

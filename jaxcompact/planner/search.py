@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jaxcompact import policies
 from jaxcompact.checkpoint import Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
-from jaxcompact.memory.cards import find_device, here
+from jaxcompact.memory.cards import find_device, here, present
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes
 from jaxcompact.planner.candidates import Candidates
-from jaxcompact.planner.measured import present
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import CODECS, Problem, named, problem_of

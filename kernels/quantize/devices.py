@@ -10,11 +10,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 def split_by_xla(x: jax.Array | jax.core.ShapedArray) -> bool:
     """Whether it is known that XLA decides how x lies on several devices."""
+    mesh = mesh_of(x)
+    return mesh.size > 1 and mesh.are_all_axes_auto
+
+
+def mesh_of(x: jax.Array | jax.core.ShapedArray) -> jax.sharding.AbstractMesh:
+    """What the program is for, or x lies on; empty if neither is known."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         kind = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
         mesh = kind.sharding.mesh
-    return mesh.size > 1 and mesh.are_all_axes_auto
+    return mesh
 
 
 def on_each_device(kernel: Callable, group: int) -> Callable:

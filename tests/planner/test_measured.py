@@ -11,6 +11,7 @@ from benchmarks import plans
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of
 from jaxcompact.memory import devices
+from jaxcompact.memory.cards import present
 from jaxcompact.planner import measured, roofline
 from jaxcompact.planner.problem import problem_of
 
@@ -36,7 +37,7 @@ def product(size):
 
 def test_a_card_that_is_not_here_has_its_roofline(cache):
     op, codec = product(256), jc.Quantized(4)
-    assert measured.present(ABSENT) is None
+    assert present(ABSENT) is None
     modelled = roofline.operation_seconds(op, ABSENT)
     assert measured.operation_seconds(op, ABSENT) == modelled
     args = codec, (256, 256), jnp.float32, ABSENT
