@@ -35,8 +35,10 @@ class Projection:
     orthonormal   sqrt(n/r) Q, Q from a QR of n r^2 flop   n/r - 1
     ============  =======================================  ==================
 
-    ``countsketch`` needs no matrix product at all and has the variance of
-    ``orthonormal``: equally filled columns are orthogonal.
+    ``countsketch`` adds inputs j, j + r, j + 2r, ... with random signs: no matrix
+    product, nothing but signs to draw, inputs read in their order. Which of them share
+    a column is not random: signs alone make it unbiased. Its columns, equally filled,
+    are orthogonal, which gives it the variance of ``orthonormal``.
 
     Args:
         rank: a float is a fraction of the layer's input width (rounded to a multiple
@@ -118,7 +120,11 @@ class Projection:
         return rank
 
     def variance(self, width: int) -> float:
-        """``E|P P^T G - G|_F^2 / |G|_F^2`` for a layer with ``width`` inputs."""
+        """``E|P P^T G - G|_F^2 / |G|_F^2`` for a layer with ``width`` inputs.
+
+        For any G; but for one of equally large rows with ``countsketch``, if the rank
+        does not divide the width.
+        """
         n, r = width // self.blocks, self.rank_of(width) // self.blocks
         match self.kind:
             case "gaussian":
@@ -153,8 +159,7 @@ class Projection:
                 u = jax.random.uniform(key, (n, r)) * (2 * _SPARSITY)
                 return jnp.where(u < 1, value, jnp.where(u < 2, -value, 0.0))
             case "countsketch":
-                column, sign = _signed_columns(key, n, r)
-                return jax.nn.one_hot(column, r, dtype=jnp.float32) * sign[:, None]
+                return self.lift(key, jnp.eye(r), n)
             case "orthonormal":
                 q, _ = jnp.linalg.qr(jax.random.normal(key, (n, r)))
                 return q * math.sqrt(n / r)
@@ -169,10 +174,7 @@ class Projection:
             return z.reshape(*z.shape[:-2], self.rank_of(n))
         if self.kind == "countsketch":
             r = self.rank_of(n)
-            order, sign = _signed_order(key, n)
-            x = (x * jnp.expand_dims(sign.astype(x.dtype), range(x.ndim - 1)))[
-                ..., order
-            ]
+            x = x * jnp.expand_dims(_signs(key, n, x.dtype), range(x.ndim - 1))
             rows = -(-n // r)
             x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows * r - n)])
             return x.reshape(*x.shape[:-1], rows, r).sum(axis=-2)
@@ -187,8 +189,8 @@ class Projection:
             lifted = jax.vmap(lambda k, s: part.lift(k, s, n))(self._keys(key), parts)
             return lifted.reshape(width, outputs)
         if self.kind == "countsketch":
-            column, sign = _signed_columns(key, width, self.rank_of(width))
-            return sketch[column] * sign[:, None].astype(sketch.dtype)
+            sketch = jnp.tile(sketch, (-(-width // len(sketch)), 1))[:width]
+            return sketch * _signs(key, width, sketch.dtype)[:, None]
         return self.matrix(key, width).astype(sketch.dtype) @ sketch
 
     def _part(self, width: int) -> "Projection":
@@ -199,22 +201,5 @@ class Projection:
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
 
 
-def _signed_order(key: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
-    """A random order in which inputs are dealt to the columns, and their signs.
-
-    Sorted once, unlike `jax.random.permutation`: of equal draws, of which there are
-    ``width^2 / 2^33``, the first input comes first. Signs are a draw of their own: a
-    device makes those of its inputs, and needs nothing of the others'.
-    """
-    order_key, sign_key = jax.random.split(key)
-    order = jnp.argsort(jax.random.bits(order_key, (width,)))
-    return order, jax.random.rademacher(sign_key, (width,), jnp.float32)
-
-
-def _signed_columns(
-    key: jax.Array, width: int, rank: int
-) -> tuple[jax.Array, jax.Array]:
-    """The column of each input, and its sign."""
-    order, sign = _signed_order(key, width)
-    turn = jnp.arange(width, dtype=jnp.int32) % rank
-    return jnp.zeros_like(turn).at[order].set(turn), sign
+def _signs(key: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
+    return jax.random.rademacher(key, (width,), dtype)

@@ -1,11 +1,14 @@
 """Projections: E[P P^T] = I, the variance that each kind promises, and its algebra."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.kernels.machine_code import compiled
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
 # Width, rank, blocks: ranks that divide the width, that do not, one, the width itself.
@@ -28,6 +31,8 @@ def test_unbiased_with_the_promised_variance(kind, width, rank, blocks):
     """
     projection = jc.Projection(rank=rank, kind=kind, blocks=blocks)
     g = jax.random.normal(jax.random.key(3), (width, 3))
+    if kind == "countsketch" and width % rank:
+        g /= jnp.linalg.norm(g, axis=1, keepdims=True)
 
     def estimate(key):
         p = projection.matrix(key, width)
@@ -132,3 +137,20 @@ def test_blocks_that_do_not_divide_are_refused(width, rank):
     told = f"blocks must divide the layer's input width {width} and its rank {rank}"
     with pytest.raises(ValueError, match=f"{told}, got 4"):
         jc.Projection(rank=rank, blocks=4).rank_of(width)
+
+
+def test_countsketch_is_one_pass_over_its_input():
+    """On a card: in the inputs' order, with nothing gathered, sorted or transposed."""
+    projection = jc.Projection(rank=0.25, kind="countsketch")
+    key = jax.eval_shape(jax.random.key, 0)
+    x = jax.ShapeDtypeStruct((512, 1024), jnp.bfloat16)
+    n = jax.ShapeDtypeStruct((256, 512), jnp.float32)
+    for fun, args in (
+        (projection.project, (key, x)),
+        (lambda k, n: projection.lift(k, n, 1024), (key, n)),
+    ):
+        program = compiled(fun, *args)
+        assert not re.findall(
+            r" (gather|scatter|sort|transpose|dot|custom-call)\(", program
+        )
+        assert len(re.findall(r"\n  .* fusion\(", program)) <= 2  # signs, and the pass
