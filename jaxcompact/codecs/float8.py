@@ -12,7 +12,7 @@ from jaxcompact.codecs.codec import Codec, is_float, merged
 from jaxcompact.kernels.quantize import scales
 from jaxcompact.kernels.quantize.levels import saturated
 from jaxcompact.kernels.quantize.reference import (
-    all_finite,
+    extreme,
     filled_up,
     join_groups,
     split_groups,
@@ -79,10 +79,9 @@ class Float8(Codec):
         group = min(self.group_size, max(1, rows.shape[-1]))
         rows = filled_up(rows, group=group, axis=-1, edge=False)
         rows = split_groups(rows, group=group, axis=-1).astype(jnp.float32)
-        absmax = jnp.max(jnp.abs(rows), -1, keepdims=True)
-        finite = all_finite(rows, -1)
+        furthest, finite = extreme(rows, -1)
         used, stored = scales.store(
-            jnp.where(finite, absmax * np.float32(1 / _LARGEST), jnp.nan),
+            jnp.where(finite, jnp.abs(furthest) * np.float32(1 / _LARGEST), jnp.nan),
             bits=16,
             largest=_LARGEST_SCALE,
         )

@@ -23,7 +23,6 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     group_levels,
     longer,
     place_of_block,
-    ranked,
 )
 
 _THREADS = 128
@@ -75,7 +74,7 @@ def quantize(
             largest, digest, low, high = found
             for token in (i + lane * eighth for lane in _EIGHT):
                 x = entries(token)
-                largest = jnp.maximum(largest, ranked(x))
+                largest = jnp.maximum(largest, levels.ranked(x))
                 if seeds:
                     digest += noise.digested(x, token.astype(jnp.uint32))
                 if not symmetric:

@@ -35,6 +35,19 @@ class Levels(NamedTuple):
     low: jax.Array | None
 
 
+def ranked(x: jax.Array) -> jax.Array:
+    """uint32: by magnitude, then sign; whatever is not finite is above what is."""
+    pattern = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return (pattern << 1) | (pattern >> 31)
+
+
+def unranked(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """From the largest `ranked`: the value furthest from zero; are all finite?"""
+    extreme = (largest >> 1) | (largest << 31)
+    extreme = jax.lax.bitcast_convert_type(extreme, jnp.float32)
+    return extreme, largest < jnp.uint32(0xFF000000)
+
+
 def symmetric_levels(
     extreme: jax.Array,
     finite: jax.Array,

@@ -191,7 +191,7 @@ def encoded(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """One group's 64 rows, float32: codes as bytes; scales and, if asymmetric, lows."""
     of = group_levels(
-        jnp.max(ranked(x), 1),
+        jnp.max(levels.ranked(x), 1),
         *((None, None) if symmetric else (jnp.min(x, 1), jnp.max(x, 1))),
         bits=bits,
         scale_bits=scale_bits,
@@ -279,12 +279,6 @@ def _over(a: jax.Array | None, columns: int) -> jax.Array | None:
     return None if a is None else lax.broadcast_in_dim(a, (ROWS, columns), (0,))
 
 
-def ranked(x: jax.Array) -> jax.Array:
-    """By magnitude, then sign; whatever is not finite is above what is."""
-    pattern = lax.bitcast_convert_type(x, jnp.uint32)
-    return (pattern << 1) | (pattern >> 31)
-
-
 def group_levels(
     largest: jax.Array,
     low: jax.Array | None,
@@ -294,12 +288,10 @@ def group_levels(
     scale_bits: int,
     stochastic: bool,
 ) -> levels.Levels:
-    """From a group's largest `ranked`; if it is asymmetric, its ends as well."""
-    finite = largest < jnp.uint32(0xFF000000)
+    """From a group's largest `levels.ranked`; if it is asymmetric, its ends as well."""
+    extreme, finite = levels.unranked(largest)
     if low is not None:
         return levels.asymmetric_levels(low, high, finite, bits=bits)
-    extreme = (largest >> 1) | (largest << 31)
-    extreme = lax.bitcast_convert_type(extreme, jnp.float32)
     return levels.symmetric_levels(
         extreme, finite, bits=bits, scale_bits=scale_bits, stochastic=stochastic
     )

@@ -74,9 +74,34 @@ def join_groups(x: jax.Array, *, axis: int, size: int | None = None) -> jax.Arra
     return x if size in (None, entries) else jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
 
-def all_finite(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """Asked of each entry: XLA's maximum on a CPU forgets NaNs in longer arrays."""
-    return jnp.all(jnp.isfinite(x), axis, keepdims=True)
+def extreme(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The float32 furthest from zero along an axis, of two the negative; all finite?
+
+    Of integers, since a NaN is forgotten by XLA's maximum of floats on a CPU. And one
+    number alone: of several reductions XLA makes several readings of x.
+    """
+    return levels.unranked(jnp.max(levels.ranked(x), axis, keepdims=True))
+
+
+def ends(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The lowest and the highest float32 along an axis; all finite? As `extreme`."""
+
+    def ordered(number):  # integers in the order of floats; its own inverse
+        return number ^ ((number >> 31) & np.int32(2**31 - 1))
+
+    def both(a, b):
+        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
+
+    number = ordered(jax.lax.bitcast_convert_type(x, jnp.int32))
+    most = np.int32(2**31 - 1)
+    found = jax.lax.reduce((number, number), (most, ~most), both, (x.ndim + axis,))
+    low, high = (jnp.expand_dims(a, axis) for a in found)
+    infinity = np.float32(np.inf).view(np.int32)
+    finite = (low > ~infinity) & (high < infinity)
+    low, high = (
+        jax.lax.bitcast_convert_type(ordered(a), jnp.float32) for a in (low, high)
+    )
+    return low, high, finite
 
 
 def quantize(
@@ -99,16 +124,13 @@ def quantize(
     # Cast last: what of this reaches memory is then no wider than x.
     x = filled_up(x, group=group, axis=axis, edge=not symmetric)
     x = split_groups(x, group=group, axis=axis).astype(jnp.float32)
-    high = jnp.max(x, axis, keepdims=True)
-    low = jnp.min(x, axis, keepdims=True)
-    finite = all_finite(x, axis)
     if symmetric:
-        extreme = jnp.where(high > -low, high, low)
+        furthest, finite = extreme(x, axis)
         mean = None
         if bits == 1 and seed is None:
-            mean = _mean_size(x, jnp.abs(extreme), size, axis)
+            mean = _mean_size(x, jnp.abs(furthest), size, axis)
         of = levels.symmetric_levels(
-            extreme,
+            furthest,
             finite,
             bits=bits,
             scale_bits=scale_bits,
@@ -116,7 +138,7 @@ def quantize(
             mean=mean,
         )
     else:
-        of = levels.asymmetric_levels(low, high, finite, bits=bits)
+        of = levels.asymmetric_levels(*ends(x, axis), bits=bits)
     u = None if seed is None else uniform(x, seed, axis)
     code = levels.code(x, of, u, bits=bits).astype(jnp.uint8)
     packed = bits_reference.pack(code, bits=bits, axis=axis)

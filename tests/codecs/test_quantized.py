@@ -6,6 +6,7 @@ from ml_dtypes, quarter octaves from a search, bytes are taken apart by hand.
 
 import dataclasses
 import itertools
+import re
 from functools import partial
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 import jaxcompact as jc
 from jaxcompact import memory
 from jaxcompact.codecs import Float8, OutlierQuantized, Quantized, fitted
+from tests.kernels.machine_code import compiled
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -258,6 +260,29 @@ def test_asymmetric_codes_are_decoded_in_as_little_memory():
     x = jax.ShapeDtypeStruct((32, 56, 56, 64), jnp.bfloat16)
     wide = 4 * x.size
     assert nbytes(Quantized(4, symmetric=False)) < nbytes(Quantized(4)) + wide
+
+
+READ_TWICE = [
+    Quantized(4),
+    Quantized(4, symmetric=False),
+    Quantized(8, symmetric=False, axis=-2),
+    Float8(),
+]
+
+
+@pytest.mark.parametrize("codec", READ_TWICE, ids=str)
+def test_a_card_reads_twice_what_it_encodes(codec):
+    """For the levels of groups, and for the codes; however many extremes there are."""
+
+    def fun(a, b):
+        x = a @ b
+        return codec.encode(x), x
+
+    a, b = ((4, 128, 64), jnp.bfloat16), ((64, 256), jnp.bfloat16)
+    program = compiled(fun, jax.ShapeDtypeStruct(*a), jax.ShapeDtypeStruct(*b))
+    entry = program[program.index("\nENTRY") :]
+    [x] = re.findall(r"%(\S+) = bf16\[512,256\]\S* fusion\(", entry)
+    assert len(re.findall(rf" fusion\([^)]*%{re.escape(x)}[,)]", entry)) == 2
 
 
 @pytest.mark.parametrize("codec", [Quantized(4), OutlierQuantized()])
