@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import flax
@@ -124,6 +124,21 @@ def graph_of(jaxpr: Any) -> Graph:
     env = dict(zip(variables, graph.inputs, strict=True))
     graph.outputs = enter(jaxpr, env, "", ())
     return graph
+
+
+def loosened(graph: Graph) -> Graph:
+    """The same, with nothing held by a barrier but what is read behind it."""
+    read_later = {v for v in graph.outputs if not isinstance(v, Literal)}
+    ops = []
+    for op in reversed(graph.ops):
+        if op.kind == "optimization_barrier":
+            pairs = zip(op.ins, op.outs, strict=True)
+            pairs = [(value, out) for value, out in pairs if out in read_later]
+            ins, outs = zip(*pairs, strict=True) if pairs else ((), ())
+            op = replace(op, ins=ins, outs=outs)
+        read_later.update(op.reads)
+        ops.append(op)
+    return replace(graph, ops=ops[::-1])
 
 
 def _where(eqn: JaxprEqn) -> str:

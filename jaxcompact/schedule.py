@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, on_host, read, tie
+from jaxcompact.graph import Graph, Op, loosened, on_host, read, tie
 from jaxcompact.kernels.quantize.devices import mesh_of
 from jaxcompact.kinds import ELEMENTWISE, expensive, renames
 
@@ -52,6 +52,7 @@ class Schedule:
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], cts: int):
+        graph = loosened(graph)
         self.graph, self.inputs = graph, inputs
         cotangents = graph.inputs[len(inputs) - cts :]
         ops, self.chain, self.reader = in_order(graph, cotangents)

@@ -145,3 +145,18 @@ def test_a_sum_over_cards_is_sent_once():
     assert sent(fun) == {"all-reduce": twice}
     wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=(0, 1, 2))
     assert sent(wrapped) == {"all-reduce": twice}
+
+
+def test_a_barrier_holds_only_what_is_read_behind_it():
+    """A compressed layer ties x and its sketch; of what is decoded that is all."""
+
+    def fun(w, x):
+        a = jnp.tanh(x @ w[0])
+        sketch = a[:, : N // 2] * a[:, N // 2 :]
+        _, sketch = jax.lax.optimization_barrier((a, sketch))
+        return sketch @ w[1][: N // 2]
+
+    eqns = backward(fun, jc.policies.uniform(INT4))
+    read = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
+    held = [eqns[i].outvars for i in places(eqns, "optimization_barrier")]
+    assert held and all(v in read for outs in held for v in outs if v.aval.ndim == 2)
