@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
+from jaxcompact.kernels import choice
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
 from jaxcompact.policy import Save
 from jaxcompact.replay import Replay, Slot
@@ -67,7 +68,8 @@ class Store:
         return x if same else jax.sharding.reshard(x, sharding)
 
 
-# Layers after the first find these traced.
+# Layers after the first find these traced. XLA decodes within the operations that read,
+# where a kernel would write what it decodes for them.
 @partial(jax.jit, static_argnums=(0, 1))
 def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
     if not codec.supports(x.dtype):  # a slope of zeros and ones
@@ -77,7 +79,8 @@ def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _decode(codec: Codec, encoded: Any) -> jax.Array:
-    return codec.decode(encoded)
+    with choice.using("xla"):
+        return codec.decode(encoded)
 
 
 @functools.lru_cache(1024)

@@ -7,6 +7,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 import jaxcompact as jc
 from jaxcompact.graph import graph_of
+from jaxcompact.kernels import choice
 from jaxcompact.memory import compiler
 from jaxcompact.memory.collectives import collectives
 from jaxcompact.schedule import Later, Schedule
@@ -145,6 +146,8 @@ def test_a_sum_over_cards_is_sent_once():
     assert sent(fun) == {"all-reduce": twice}
     wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=(0, 1, 2))
     assert sent(wrapped) == {"all-reduce": twice}
+    with choice.using("mosaic_gpu"):
+        assert sent(wrapped) == {"all-reduce": twice}
 
 
 def test_a_barrier_holds_only_what_is_read_behind_it():

@@ -182,12 +182,18 @@ MUTATIONS = [
         "tests/test_schedule.py::test_a_sum_over_cards_is_sent_once",
     ),
     Mutation(
-        "what a kernel made in a split program lies on no mesh",
-        "kernels/quantize/devices.py",
-        "_on_mesh_of(arrays[0], split(*arrays))",
-        "split(*arrays)",
-        "tests/kernels/test_devices.py::"
-        "test_what_a_kernel_decodes_it_decodes_once[measured and split]",
+        "a barrier holds what nothing reads behind it",
+        "jaxcompact/graph.py",
+        "if out in read_later]",
+        "]",
+        "tests/test_schedule.py::test_a_barrier_holds_only_what_is_read_behind_it",
+    ),
+    Mutation(
+        "what is stored is decoded by a kernel",
+        "jaxcompact/stores.py",
+        'choice.using("xla")',
+        "choice.using(None)",
+        "tests/kernels/test_devices.py::test_gradients_of_a_checkpointed_scan",
     ),
     Mutation(
         "donated bytes count twice",

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -45,25 +44,7 @@ def on_each_device(kernel: Callable, group: int) -> Callable:
         return mesh, kernel, out, args
 
     split.def_partition(partition, sharding_rule=_rule)
-
-    @jax.jit  # eager, it would not be split
-    def run(*arrays):
-        return _on_mesh_of(arrays[0], split(*arrays))
-
-    return run
-
-
-def _on_mesh_of(x: jax.Array, results: Any) -> Any:
-    """Results of a kernel, whose types say nothing of the mesh, however they lie."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty:
-        return results
-
-    def placed(a: jax.Array) -> jax.Array:
-        spec = jax.P(*[jax.P.UNCONSTRAINED] * a.ndim)
-        return jax.lax.with_sharding_constraint(a, jax.NamedSharding(mesh, spec))
-
-    return jax.tree.map(placed, results)
+    return jax.jit(split)  # eager, it would not be split
 
 
 def _rule(mesh, args: Sequence, out: Sequence) -> str:

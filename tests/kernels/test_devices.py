@@ -140,7 +140,9 @@ def test_vmap_and_scan(parts):
 
 
 def test_gradients_of_a_checkpointed_scan(parts):
-    """Data-parallel. Sums over devices are in another order."""
+    """Data-parallel: sums over devices are in another order. XLA decodes what is
+    stored beside each of its readers; a kernel would write it for them.
+    """
     policy = jc.policies.uniform(jc.Quantized(4))
     block = jc.checkpoint(lambda x, w: jnp.tanh(x @ w[0]) @ w[1], policy=policy)
 
@@ -156,7 +158,7 @@ def test_gradients_of_a_checkpointed_scan(parts):
     x = jax.random.normal(jax.random.key(1), (8, 101))
     expected = gradients("xla", weights, x)
     found = gradients("mosaic_gpu", on_mesh(weights, P()), on_mesh(x, P("a")))
-    assert parts == {"quantize": (4, 101), "dequantize": (4, 101)}
+    assert parts == {"quantize": (4, 101)}
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
@@ -191,42 +193,12 @@ def test_activations_are_not_split():
 
 
 @pytest.fixture
-def measured(monkeypatch):
-    """Kernels of an H200."""
+def figures(monkeypatch):
+    """Kernels of an H200, and what its programs are compiled with is here."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
     cards = {"default": {"groups": 4}, "NVIDIA H200": {"groups": 2}}
     found = {"quantize": cards, "dequantize": cards}
     monkeypatch.setattr(choice, "_configs", lambda folder: found)
-
-
-@pytest.mark.parametrize("way", ["forced", "measured and split"])
-def test_what_a_kernel_decodes_it_decodes_once(way, request, monkeypatch):
-    """XLA's arithmetic runs again beside each of its readers instead."""
-    w, x = jnp.ones((2, 128, 128)), jnp.ones((256, 128))
-    if way != "forced":
-        w, x = on_mesh(w, P()), on_mesh(x, P("a"))
-
-    def decodings():
-        @partial(jc.checkpoint, policy=jc.policies.uniform(jc.Quantized(4)), params=0)
-        def block(w, x):
-            return jnp.tanh(x @ w[0]) @ w[1]
-
-        grad = jax.grad(lambda w, x: block(w, x).sum(), (0, 1))
-        return str(jax.make_jaxpr(grad)(w, x)).count("name=_decode")
-
-    stored = 2  # x, and x @ w[0], which is read twice
-    assert decodings() == stored + 1
-    if way != "forced":
-        request.getfixturevalue("measured")
-        monkeypatch.setattr(choice, "_card", lambda: "NVIDIA H200")
-        jax.clear_caches()  # of what was traced for a CPU
-    with choice.using("mosaic_gpu" if way == "forced" else None):
-        assert decodings() == stored
-
-
-@pytest.fixture
-def figures(measured):
-    """What an absent card's programs are compiled with is here."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
 
 
 def kernels_on_cards(codec, spec, kind):
