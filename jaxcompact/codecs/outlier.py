@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs.codec import Codec, is_float
 from jaxcompact.codecs.quantized import Encoded, Quantized
-from jaxcompact.kernels.quantize import levels
 from jaxcompact.kernels.quantize.levels import saturated
+from jaxcompact.kernels.quantize.reference import extreme
 
 
 @partial(
@@ -142,12 +142,11 @@ def _outliers(x: jax.Array, slots: int, threshold: float) -> jax.Array:
     """Numbers of the outlier channels, ``int32[slots]``; unused: how many there are."""
     if not slots:
         return jnp.zeros(0, jnp.int32)
-    size = levels.ranked(x.astype(jnp.float32))
-    size, finite = levels.unranked(jnp.max(size, range(x.ndim - 1), initial=0))
-    size = jnp.abs(size)
+    furthest, finite = extreme(x, range(x.ndim - 1))
+    size = jnp.abs(furthest).reshape(-1)
     largest = jnp.max(size)  # so that squares stay in range
     size = size / jnp.where(largest > 0, largest, 1.0)
     above = size - jnp.mean(size) > threshold * jnp.std(size)
-    above &= jnp.all(finite, keepdims=True)
+    above &= jnp.all(finite)
     score, index = jax.lax.top_k(jnp.where(above, size, 0.0), slots)
     return jnp.where(score > 0, index, x.shape[-1])

@@ -36,16 +36,17 @@ class Levels(NamedTuple):
 
 
 def ranked(x: jax.Array) -> jax.Array:
-    """uint32: by magnitude, then sign; whatever is not finite is above what is."""
-    pattern = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return (pattern << 1) | (pattern >> 31)
+    """Unsigned: by magnitude, then sign; whatever is not finite is above what is."""
+    pattern = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return (pattern << 1) | (pattern >> (8 * x.dtype.itemsize - 1))
 
 
-def unranked(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unranked(largest: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """From the largest `ranked`: the value furthest from zero; are all finite?"""
-    extreme = (largest >> 1) | (largest << 31)
-    extreme = jax.lax.bitcast_convert_type(extreme, jnp.float32)
-    return extreme, largest < jnp.uint32(0xFF000000)
+    extreme = (largest >> 1) | (largest << (8 * largest.dtype.itemsize - 1))
+    extreme = jax.lax.bitcast_convert_type(extreme, dtype).astype(jnp.float32)
+    infinity = np.array(np.inf, dtype).view(largest.dtype)[()]
+    return extreme, largest < infinity << 1
 
 
 def symmetric_levels(

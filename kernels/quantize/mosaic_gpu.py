@@ -289,7 +289,7 @@ def group_levels(
     stochastic: bool,
 ) -> levels.Levels:
     """From a group's largest `levels.ranked`; if it is asymmetric, its ends as well."""
-    extreme, finite = levels.unranked(largest)
+    extreme, finite = levels.unranked(largest, jnp.float32)
     if low is not None:
         return levels.asymmetric_levels(low, high, finite, bits=bits)
     return levels.symmetric_levels(

@@ -22,6 +22,8 @@ a product that is added to is exact (8 bits by 8 bits), so that fusing it change
 nothing. Eager, compiled and in another kernel, the bits are the same.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,34 +76,42 @@ def join_groups(x: jax.Array, *, axis: int, size: int | None = None) -> jax.Arra
     return x if size in (None, entries) else jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
 
-def extreme(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The float32 furthest from zero along an axis, of two the negative; all finite?
+def extreme(x: jax.Array, axis: int | Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """What is furthest from zero along axes, of two the negative; are all finite?
 
     Of integers, since a NaN is forgotten by XLA's maximum of floats on a CPU. And one
     number alone: of several reductions XLA makes several readings of x.
     """
-    return levels.unranked(jnp.max(levels.ranked(x), axis, keepdims=True))
+    x = _of_16_or_32_bits(x)
+    largest = jnp.max(levels.ranked(x), axis, keepdims=True, initial=0)
+    return levels.unranked(largest, x.dtype)
 
 
 def ends(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The lowest and the highest float32 along an axis; all finite? As `extreme`."""
+    """The lowest and the highest along an axis; are all finite? As `extreme`."""
+    x = _of_16_or_32_bits(x)
+    kind = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    most = kind.type(np.iinfo(kind).max)
 
     def ordered(number):  # integers in the order of floats; its own inverse
-        return number ^ ((number >> 31) & np.int32(2**31 - 1))
+        return number ^ ((number >> (8 * kind.itemsize - 1)) & most)
 
     def both(a, b):
         return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])
 
-    number = ordered(jax.lax.bitcast_convert_type(x, jnp.int32))
-    most = np.int32(2**31 - 1)
+    number = ordered(jax.lax.bitcast_convert_type(x, kind))
     found = jax.lax.reduce((number, number), (most, ~most), both, (x.ndim + axis,))
-    low, high = (jnp.expand_dims(a, axis) for a in found)
-    infinity = np.float32(np.inf).view(np.int32)
-    finite = (low > ~infinity) & (high < infinity)
-    low, high = (
-        jax.lax.bitcast_convert_type(ordered(a), jnp.float32) for a in (low, high)
+    infinity = np.array(np.inf, x.dtype).view(kind)[()]
+    finite = (found[0] > ~infinity) & (found[1] < infinity)
+    low, high = (jax.lax.bitcast_convert_type(ordered(a), x.dtype) for a in found)
+    return tuple(
+        jnp.expand_dims(a, axis)
+        for a in (low.astype(jnp.float32), high.astype(jnp.float32), finite)
     )
-    return low, high, finite
+
+
+def _of_16_or_32_bits(x: jax.Array) -> jax.Array:
+    return x if x.dtype.itemsize in (2, 4) else x.astype(jnp.float32)
 
 
 def quantize(
@@ -123,9 +133,10 @@ def quantize(
     size = x.shape[axis]
     # Cast last: what of this reaches memory is then no wider than x.
     x = filled_up(x, group=group, axis=axis, edge=not symmetric)
-    x = split_groups(x, group=group, axis=axis).astype(jnp.float32)
+    narrow = split_groups(x, group=group, axis=axis)
+    x = narrow.astype(jnp.float32)
     if symmetric:
-        furthest, finite = extreme(x, axis)
+        furthest, finite = extreme(narrow, axis)
         mean = None
         if bits == 1 and seed is None:
             mean = _mean_size(x, jnp.abs(furthest), size, axis)
@@ -138,7 +149,7 @@ def quantize(
             mean=mean,
         )
     else:
-        of = levels.asymmetric_levels(*ends(x, axis), bits=bits)
+        of = levels.asymmetric_levels(*ends(narrow, axis), bits=bits)
     u = None if seed is None else uniform(x, seed, axis)
     code = levels.code(x, of, u, bits=bits).astype(jnp.uint8)
     packed = bits_reference.pack(code, bits=bits, axis=axis)

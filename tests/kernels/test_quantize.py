@@ -202,7 +202,7 @@ def test_gradients_through_a_checkpointed_scan(monkeypatch):
             lambda *a, op=op, kernel=kernel, **k: calls.append(op) or kernel(*a, **k),
         )
     found = gradients("mosaic_gpu")
-    assert {*calls} == {"quantize", "dequantize"}
+    assert {*calls} == {"quantize"}  # what is stored XLA decodes
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
 
 
