@@ -113,6 +113,12 @@ for name in exact int4 remat_nothing remat_dots_no_batch compact compact_int4; d
     # shellcheck disable=SC2046
     step "1b_$name" "${large[@]}" $(of "$name")
 done
+# int4 with what was just tuned; here with XLA's code alone, and with all kernels.
+for kernels in xla mosaic_gpu; do
+    # shellcheck disable=SC2046
+    [ -z "$on_gpu" ] ||
+        step "int4_$kernels" "${small[@]}" $(of int4) --kernels "$kernels"
+done
 # The allocator's peak beside that of the compiled program: within 2 %.
 [ -z "$on_gpu" ] ||
     limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
@@ -148,6 +154,6 @@ for name in int8 int3 int2 offload galore remat_dots compact_remat_nothing; do
     step "$name" "${small[@]}" $(of "$name")
 done
 step compact_half_4bit "${small[@]}" --method compact --rank 0.5 --bits 4
-step compact_countsketch "${small[@]}" --method compact --rank 0.25 --kind countsketch
+step compact_gaussian "${small[@]}" --method compact --rank 0.25 --kind gaussian
 "$python" benchmarks/report.py "$out"
 exit "$failed"

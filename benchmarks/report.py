@@ -74,21 +74,23 @@ def step_table(some: list[dict]) -> str:
         "part",
         "step ms",
         "range",
+        "at least",
         "tokens/s",
         "peak GiB",
         "of exact's time",
         "peak",
     )
-    lines = [f"| {' | '.join(names)} |", "|---|---|---|---|---|---|---|"]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in some:
         low, high = row["step_ms_range"]
+        least = f"{row['least_ms']:.1f}" if row.get("least_ms") else ""
         ratios = ("", "")
         if exact:
             time = row["step_ms"] / exact[0]["step_ms"]
             ratios = f"{time:.2f}", f"{peak(row) / peak(exact[0]):.2f}"
         lines.append(
             f"| {row['part']} | {row['step_ms']:.1f} | {low:.1f} to {high:.1f} "
-            f"| {row['tokens_per_s']:,} | {peak(row) / 2**30:.2f} "
+            f"| {least} | {row['tokens_per_s']:,} | {peak(row) / 2**30:.2f} "
             f"| {ratios[0]} | {ratios[1]} |"
         )
     return "\n".join(lines)
