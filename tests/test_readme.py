@@ -74,6 +74,8 @@ def test_links_lead_somewhere(link):
         "plans",
         "finetuning",
         "architectures",
+        "collectives",
+        "traffic",
     ],
 )
 def test_results_hold_the_tables_that_the_benchmarks_print(script, monkeypatch, capsys):
