@@ -56,7 +56,7 @@ def traffic(text: str, card: Device) -> dict[str, Traffic]:
     program = Text.read(text)
 
     def of(one: Instruction, beside: Mapping[str, Instruction]) -> Counter | None:
-        if one.op in _NOTHING:
+        if one.op in _NOTHING or "AllocateBuffer" in one.rest:
             return Counter()
         if one.op in _CONTAINERS:
             return None
@@ -91,7 +91,8 @@ class _Operation:
     @property
     def kind(self) -> str:
         targets = "".join(one.rest for one in self.all if one.op == "custom-call")
-        if self.one.op == "copy-start":
+        shapes = [self.one.shape, *(self.beside[o].shape for o in self.one.operands)]
+        if any("S(5)" in shape for shape in shapes):  # the host's memory
             return "host"
         if "fmha" in targets:
             return "attention"
@@ -105,8 +106,12 @@ class _Operation:
 
     @property
     def nbytes(self) -> int:
+        """Read and written; of what crosses to the host or back, once."""
+        return self._moved() // 2 if self.kind == "host" else self._moved()
+
+    def _moved(self) -> int:
         if self.one.op == "copy-start":
-            return self.beside[self.one.operands[0]].nbytes
+            return 2 * self.beside[self.one.operands[0]].nbytes
         if self.inside:
             places = {one.name: one for one in self.inside}
             given = (one for one in self.inside if one.op == "parameter")

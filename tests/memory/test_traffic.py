@@ -110,6 +110,22 @@ def test_attention_multiplies_half_a_square_if_causal():
     assert found.nbytes == (4 * q + statistics) + (6 * q + statistics)
 
 
+def test_what_lies_on_the_host_crosses_to_it_once():
+    found = of(lambda x: jax.device_put(jnp.sin(x), jax.memory.Space.Host), X)["host"]
+    assert found.nbytes == SIZE
+    assert found.seconds == SIZE / H200.host_bandwidth
+
+    def stacked(ws, x):
+        def layer(x, w):
+            x = jnp.sin(x * w)
+            return x, jax.device_put(x, jax.memory.Space.Host)
+
+        return jax.lax.scan(layer, x, ws)
+
+    found = of(stacked, S((8, *X.shape), X.dtype), X)["host"]
+    assert 0 <= found.nbytes - 8 * SIZE < 64  # and a few numbers: where in the stack
+
+
 def test_a_loop_without_end_is_refused():
     text = compiled(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(x), x), X)
     assert "known_trip_count" in text
