@@ -1,0 +1,28 @@
+"""All that `benchmarks/kernels.py --tune` tries on a card compiles for one."""
+
+import pytest
+
+from benchmarks.kernels import CONFIGS, SHAPES, cases
+from jaxcompact.kernels import choice
+from tests.kernels.machine_code import resources
+
+TRIED = [
+    pytest.param(op, config, id=f"{op}-{'-'.join(map(str, config.values()))}")
+    for op in CONFIGS
+    for config in CONFIGS[op]
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "config"), TRIED)
+def test_each_config_compiles_without_spills(op, config):
+    """At a width of which the last group is in part, but for the product."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    shape = "350m" if op == "weight_gradient" else "350m_mlp"
+    kinds = ("int8",) if "channels" in op else ("int4", "int4_swiglu")
+    names = [f"{shape}_{kind}" for kind in kinds]
+    all_cases = cases(shape, *SHAPES[shape])
+    case = next(c for c in all_cases if c.op == op and c.name in names)
+    with choice.using("mosaic_gpu", config):
+        found = resources(case.fun, *case.args)
+    assert len(found) == 1 and not found[0][1], found
