@@ -482,8 +482,12 @@ class Replay:
 
         Left to itself XLA encodes at the end, and keeps what it encodes until then. The
         value of one of ``regions``, and its sources' slots, are those of ``activate``.
+        What nothing reads but its encoding (a relu's slope) is not tied to it, and so
+        need not be in memory.
         """
         graph, count = self.forward_graph, len(self.graph.outputs)
+        read_on = {v for v in graph.outputs[:count] if not isinstance(v, Literal)}
+        read_on.update(v for op in graph.ops for v in op.reads)
         stored: dict[int, Any] = {}
         sources = {v for region in regions for v in region.sources}
         ends = {region.ops[-1]: region for region in regions}
@@ -491,7 +495,9 @@ class Replay:
 
         def keep(value: int, x: Any) -> Any:
             for k in () if value in sources else self.places.get(value, ()):
-                x, stored[k] = tie((x, encode(k, x)))
+                stored[k] = encode(k, x)
+                if value in read_on:
+                    x, stored[k] = tie((x, stored[k]))
             return x
 
         def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:

@@ -150,6 +150,24 @@ def test_a_sum_over_cards_is_sent_once():
         assert sent(wrapped) == {"all-reduce": twice}
 
 
+def test_what_only_its_encoding_reads_is_not_held():
+    """A relu's slope is packed where it is found, in one operation."""
+
+    def fun(w, x):
+        return jax.nn.relu(x @ w[0]) @ w[1]
+
+    wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(wrapped, w, x)[1])(W, X)
+    (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_forward")
+    (inner,) = jaxprs_in_params(call.params)
+    read = {v for e in inner.eqns for v in e.invars if not isinstance(v, Literal)}
+    ties = [inner.eqns[i].outvars for i in places(inner.eqns, "optimization_barrier")]
+    *early, last = ties  # which holds all that is returned
+    assert len(early) == 2  # x, and x @ w[0]
+    assert all(outs[0] in read for outs in early)
+    assert [v.aval.size for v in last if v.aval.dtype == "uint8"][-1] == 4 * N // 8
+
+
 def test_a_barrier_holds_only_what_is_read_behind_it():
     """A compressed layer ties x and its sketch; of what is decoded that is all."""
 
