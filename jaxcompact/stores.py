@@ -68,8 +68,7 @@ class Store:
         return x if same else jax.sharding.reshard(x, sharding)
 
 
-# Layers after the first find these traced. XLA decodes within the operations that read,
-# where a kernel would write what it decodes for them.
+# Layers after the first find these traced.
 @partial(jax.jit, static_argnums=(0, 1))
 def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
     if not codec.supports(x.dtype):  # a slope of zeros and ones
@@ -79,6 +78,7 @@ def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
 
 @partial(jax.jit, static_argnums=0)
 def _decode(codec: Codec, encoded: Any) -> jax.Array:
+    # Within the operations that read, for which a kernel would write it first.
     with choice.using("xla"):
         return codec.decode(encoded)
 
