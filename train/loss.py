@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 import sharding
 
-# Of a device's float32 logits, where the caller names no chunk count.
-CHUNK_BYTES = 64 * 2**20
+# Of a device's float32 logits, where the caller names no chunk count. Each chunk reads
+# and writes the sum of the matrix' gradients, in float32: fewer chunks, fewer bytes.
+CHUNK_BYTES = 128 * 2**20
 
 
 def next_token_loss(
@@ -27,7 +28,7 @@ def next_token_loss(
         kernel_dv: the output matrix. Its gradient is summed over chunks in float32.
         targets_bt: ids. A negative one, by custom -1, is left out of the mean; one
             outside the vocabulary makes the loss NaN.
-        chunks: how many; by default so many that the logits of one take 64 MiB.
+        chunks: how many; by default so many that the logits of one take 128 MiB.
 
     Raises ValueError for shapes that do not fit and for a chunk count that is not
     between 1 and t.

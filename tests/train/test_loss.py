@@ -137,12 +137,12 @@ def test_chunks_are_chosen_by_the_logits_bytes(inputs, monkeypatch):
     "length, megabytes, chunks",
     [
         (256, 1, 1),
-        (256, 64, 1),
-        (256, 65, 2),
-        (256, 3905, 64),  # 62 would do, 64 divides
-        (12, 64 * 5, 6),
-        (13, 64 * 5, 5),  # a prime: no divisor near
-        (4, 64 * 100, 4),  # a token at a time is the least
+        (256, 128, 1),
+        (256, 129, 2),
+        (256, 7810, 64),  # 62 would do, 64 divides
+        (12, 128 * 5, 6),
+        (13, 128 * 5, 5),  # a prime: no divisor near
+        (4, 128 * 100, 4),  # a token at a time is the least
     ],
 )
 def test_the_number_of_chunks(length, megabytes, chunks):
