@@ -192,7 +192,7 @@ MUTATIONS = [
         "what is stored is decoded by a kernel",
         "jaxcompact/stores.py",
         'choice.using("xla")',
-        "choice.using(None)",
+        'choice.using("mosaic_gpu")',
         "tests/kernels/test_devices.py::test_gradients_of_a_checkpointed_scan",
     ),
     Mutation(
