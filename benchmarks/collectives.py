@@ -103,9 +103,6 @@ def measure(
 ) -> dict:
     training, tokens_abt, compiled = program(model, batch, seq, sizes, method)
     held = summary.held_bytes(training, tokens_abt, batch * seq)
-    stats = compiled.stats
-    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
     return {
         "model": model,
         "batch": batch,
@@ -114,7 +111,7 @@ def measure(
         "method": method,
         "gradient_bytes": held["gradient_bytes"],
         **collectives(compiled.text),
-        "peak_bytes": peak,
+        "peak_bytes": compiled.peak_bytes,
         **provenance(),
         "device": "h200",
     }

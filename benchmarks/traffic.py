@@ -63,16 +63,13 @@ def measure(model: str, batch: int, seq: int, method: str) -> dict:
     with choice.using("mosaic_gpu") if kernels else nullcontext():
         lowered = compiler.lower(step, args, card, None, None)
         compiled = compiler.compile_lowered(lowered, card)
-    stats = compiled.stats
-    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    peak += stats.output_size_in_bytes - stats.alias_size_in_bytes
     found = traffic(compiled.text, card)
     return {
         "model": model,
         "batch": batch,
         "seq": seq,
         "method": method,
-        "peak_bytes": peak,
+        "peak_bytes": compiled.peak_bytes,
         "kinds": {kind: moved._asdict() for kind, moved in found.items()},
         **provenance(),
         "device": "h200",

@@ -197,7 +197,7 @@ MUTATIONS = [
     ),
     Mutation(
         "donated bytes count twice",
-        "jaxcompact/memory/peak.py",
+        "jaxcompact/memory/compiler.py",
         "stats.output_size_in_bytes - stats.alias_size_in_bytes",
         "stats.output_size_in_bytes",
         "tests/memory/test_peak.py::test_a_donated_argument_is_overwritten",

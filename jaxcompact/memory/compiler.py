@@ -43,6 +43,13 @@ class Program:
     assignment: str
     live: str
 
+    @property
+    def peak_bytes(self) -> int:
+        """Of one device; what is donated is overwritten by outputs."""
+        stats = self.stats
+        outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+        return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
+
 
 def lower(
     step: Callable,

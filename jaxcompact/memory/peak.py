@@ -137,14 +137,13 @@ def peak(
         return cached
     program = compiler.compile_lowered(lowered, card)
     stats = program.stats
-    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     temporaries, arguments = stats.temp_size_in_bytes, stats.argument_size_in_bytes
     found = Peak(
         device=device,
         devices=count,
-        peak_bytes=arguments + outputs + temporaries,
+        peak_bytes=program.peak_bytes,
         argument_bytes=arguments,
-        output_bytes=outputs,
+        output_bytes=program.peak_bytes - arguments - temporaries,
         temporary_bytes=temporaries,
         host_bytes=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes

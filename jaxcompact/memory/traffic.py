@@ -63,7 +63,8 @@ def traffic(text: str, card: Device) -> dict[str, Traffic]:
         found = _Operation(program, one, beside)
         kind, size, flops = found.kind, found.nbytes, found.flops
         rate = card.host_bandwidth if kind == "host" else card.memory_bandwidth
-        seconds = max(size / rate, flops / card.flops)
+        moving = size / rate if rate else math.inf  # a link that is not known
+        seconds = max(moving, flops / card.flops)
         fields = {"nbytes": size, "flops": flops, "seconds": seconds}
         return Counter({(kind, name): n for name, n in fields.items()})
 
