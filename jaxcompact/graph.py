@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,6 +82,14 @@ class Graph:
             outs = rule(op, [read(env, value) for value in op.ins], env)
             env.update(zip(op.outs, outs, strict=True))
         return env
+
+    def independent_of(self, inputs: Collection[int]) -> set[int]:
+        """Values made of constants and of all other inputs alone."""
+        found = {*self.constants, *self.inputs}.difference(inputs)
+        for op in self.ops:
+            if found.issuperset(op.reads) and not op.eqn.effects:
+                found.update(op.outs)
+        return found
 
 
 def read(env: dict[int, Any], value: Value) -> Any:
@@ -176,6 +184,10 @@ def on_host(x: Any) -> bool:
     """Of an array, or of what describes one."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     return aval.memory_space == jax.memory.Space.Host
+
+
+def is_float(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def zeros(aval: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxcompact.divisors import find_divisors
-from jaxcompact.graph import Graph, Op, inner_jaxprs
+from jaxcompact.graph import Graph, Op, inner_jaxprs, is_float
 from jaxcompact.kinds import (
     ELEMENTWISE,
     LINEAR_ALGEBRA,
@@ -25,6 +25,7 @@ from jaxcompact.kinds import (
     renames,
 )
 from jaxcompact.scores import find_attention, is_product
+from jaxcompact.sums import find_sums
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
@@ -129,13 +130,11 @@ class Tensors:
         self.found: dict[int, Tensor] = {}
         self.functions: dict[int, Function] = {}
         self.readers: dict[int, list[Op]] = defaultdict(list)
-        self.fixed = set(graph.constants) | {*graph.inputs} - {*inputs}
-        self.data = {v for v in inputs if _floating(graph.avals[v])}
+        self.fixed = graph.independent_of(inputs)
+        self.data = {v for v in inputs if is_float(graph.avals[v])}
         for op in graph.ops:
             for value in set(op.reads):
                 self.readers[value].append(op)
-            if self.fixed.issuperset(op.reads) and not op.eqn.effects:
-                self.fixed.update(op.outs)
             if not self.data.isdisjoint(op.reads):
                 self.data.update(op.outs)
 
@@ -144,6 +143,7 @@ class Tensors:
         for op in graph.ops:
             self._add_outputs(op)
         self._add_names()
+        self._move_to_sums()
         self._move_to_narrower()
         self._add_functions()
         stored = {
@@ -175,7 +175,7 @@ class Tensors:
         discrete = not self.data.isdisjoint(op.reads)
         for i, value in enumerate(op.outs):
             aval = self.graph.avals[value]
-            floating = _floating(aval)
+            floating = is_float(aval)
             name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
             if expensive(op):
                 fields = {
@@ -201,7 +201,7 @@ class Tensors:
             op.kind in REDUCTIONS
             and small
             and value in self.data
-            and _floating(avals[value])
+            and is_float(avals[value])
         )
 
     def _decides(self, op: Op, value: int) -> bool:
@@ -210,9 +210,9 @@ class Tensors:
         if aval.dtype == bool:
             return not all(_is_mask(r, self.graph) for r in self.readers[value])
         rounded = any(
-            v in self.data and _floating(self.graph.avals[v]) for v in op.reads
+            v in self.data and is_float(self.graph.avals[v]) for v in op.reads
         )
-        return rounded and not _floating(aval)
+        return rounded and not is_float(aval)
 
     def _terms(self, op: Op) -> int | None:
         if not is_product(op, self.fixed, self.known):
@@ -233,7 +233,7 @@ class Tensors:
                 if value in self.found:
                     self.found[value] = replace(self.found[value], name=name)
                 else:
-                    discrete = value in self.data and not _floating(
+                    discrete = value in self.data and not is_float(
                         self.graph.avals[value]
                     )
                     self._add(
@@ -244,6 +244,22 @@ class Tensors:
                         cheap=True,
                         discrete=discrete,
                     )
+
+    def _move_to_sums(self) -> None:
+        """Products that are only read as their sum (LoRA) are stored as that."""
+        whole = {
+            value
+            for value, tensor in self.found.items()
+            if tensor.floating and not tensor.cheap and tensor.terms is None
+        }
+        for op, terms in find_sums(self.graph, self.fixed, whole).items():
+            (value,) = op.outs
+            for term in terms:
+                del self.found[term]
+            if value in self.found:  # it has a name of its own
+                self.found[value] = replace(self.found[value], cheap=False)
+            else:
+                self._add(value, name=op.name, kind="op", where=op.where)
 
     def _move_to_narrower(self) -> None:
         """A product in float32 that is only read as bfloat16 is stored as that."""
@@ -258,7 +274,7 @@ class Tensors:
             ):
                 out = readers[0].outs[0]
                 narrow = self.graph.avals[out]
-                if _floating(narrow) and narrow.dtype.itemsize < tensor.dtype.itemsize:
+                if is_float(narrow) and narrow.dtype.itemsize < tensor.dtype.itemsize:
                     del self.found[value]
                     named = self.found.get(out, tensor).name
                     self.found[out] = replace(tensor, name=named, dtype=narrow.dtype)
@@ -321,7 +337,7 @@ class Tensors:
             and (kind in ELEMENTWISE or kind == "custom_jvp_call")
             and kind not in ("name", "optimization_barrier", "stop_gradient")
             and not expensive(op)
-            and all(_floating(avals[v]) for v in [*moving, *op.outs])
+            and all(is_float(avals[v]) for v in [*moving, *op.outs])
             and all(avals[v].shape == avals[op.outs[0]].shape for v in moving)
         )
 
@@ -335,10 +351,6 @@ def _function_name(op: Op) -> str:
 
 def _is_mask(op: Op, graph: Graph) -> bool:
     return op.kind in ELEMENTWISE and graph.avals[op.outs[0]].dtype == bool
-
-
-def _floating(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _limit(op: Op, output: int, graph: Graph) -> int | None:

@@ -16,7 +16,6 @@ from jaxcompact.policy import ChoosesActions
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
 from jaxcompact.stores import Store
-from jaxcompact.tensors import Tensors
 
 
 class Traced:
@@ -112,15 +111,17 @@ class Traced:
         else:
             first, count, outer = 0, 0, op.ins[1:]
             label = f"{label}.{index}"
-        fixed = Tensors(self.graph, self.names, self.known).fixed
+        fixed = self.graph.independent_of(self.names)
+        begins = [isinstance(v, int) and v not in fixed for v in outer]
+        state = range(first, first + count)
         names, keep = {}, {}
-        for i, (v, value) in enumerate(zip(graph.inputs, outer, strict=True)):
-            if isinstance(value, int) and value not in fixed:
-                names[v] = f"input.{i}"
-                # What runs through a loop is new every time; all else belongs to the
-                # arrays outside, and is not stored again.
-                if not first <= i < first + count:
-                    keep[v] = "belongs to a tensor outside"
+        for i in _new(graph, begins, state):
+            v = graph.inputs[i]
+            names[v] = f"input.{i}"
+            # What runs through a loop is new every time; all else belongs to the
+            # arrays outside, and is not stored again.
+            if i not in state:
+                keep[v] = "belongs to a tensor outside"
         return Traced(
             graph,
             names,
@@ -303,6 +304,22 @@ class _Static:
     """What is known when tracing, among the residuals."""
 
     value: Any
+
+
+def _new(graph: Graph, begins: Sequence[bool], state: range) -> list[int]:
+    """Which inputs of a body are not made of parameters and constants alone.
+
+    ``begins``: which are not, as it is first run. A loop's state may begin as zeros.
+    """
+    first = state.start
+    while True:
+        new = [v for v, b in zip(graph.inputs, begins, strict=True) if b]
+        fixed = graph.independent_of(new)
+        ends = [isinstance(v, int) and v not in fixed for v in graph.outputs]
+        found = [b or (i in state and ends[i - first]) for i, b in enumerate(begins)]
+        if found == begins:
+            return [i for i, b in enumerate(begins) if b]
+        begins = found
 
 
 def _opened(inputs: Sequence[Any]) -> tuple[tuple[bool, ...], list[Any]]:

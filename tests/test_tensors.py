@@ -40,7 +40,7 @@ def test_operations_are_counted_by_kind_in_program_order():
     def fun(w, x):
         y = x @ w
         z = jnp.sort(y)
-        return y @ w + z @ w
+        return y @ w, z @ w
 
     names = set(candidates(fun, W, X))
     assert names == {"x", "dot_general.0", "sort.0", "dot_general.1", "dot_general.2"}
@@ -249,6 +249,48 @@ def test_a_product_read_in_bfloat16_alone_is_stored_so():
     found = candidates(fun, *half)
     assert found["dot_general.0"].dtype == jnp.bfloat16
     assert found["dot_general.0"].nbytes == 8 * 16 * 2
+
+
+def adapted(w, x, frozen=0.3):
+    """A weight and what is learned beside it, of rank 4 (LoRA)."""
+    return x @ (frozen * jnp.ones((16, 16))) + 2 * (x @ w[:, :4]) @ w[:4]
+
+
+@pytest.mark.parametrize(
+    ("fun", "names"),
+    [
+        (adapted, {"dot_general.1", "add.0"}),
+        (lambda w, x: adapted(w, x) + w[0], {"dot_general.1", "add.1"}),
+        (lambda w, x: checkpoint_name(adapted(w, x), "y"), {"dot_general.1", "y"}),
+        (lambda w, x: x @ w - (x @ w.T).astype(jnp.float16) / 8, {"sub.0"}),
+        (lambda w, x: -(x @ w) * jnp.arange(16.0) + (x + 1) @ w + 1, {"add.2"}),
+        (lambda w, x: (y := x @ w) + y, {"dot_general.0"}),
+        (lambda w, x: (y := x @ w) * y, {"dot_general.0"}),
+        # What a gradient reads: a factor's, and what has two readers.
+        (lambda w, x: (x @ w) * w[0] + x @ w, {"dot_general.0", "dot_general.1"}),
+        (lambda w, x: 1 / (x @ w) + x @ w, {"dot_general.0", "dot_general.1"}),
+        (
+            lambda w, x: (y := x @ w) + x @ w.T + y[0],
+            {"dot_general.0", "dot_general.1"},
+        ),
+    ],
+)
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+def test_products_that_are_read_as_their_sum_alone_are_stored_as_that(fun, names):
+    found = candidates(lambda w, x: jnp.sin(fun(w, x)), W, X)
+    assert {name for name, tensor in found.items() if not tensor.cheap} == {"x", *names}
+
+
+def test_a_product_that_is_an_output_is_no_term():
+    found = candidates(lambda w, x: (y := x @ w, y + x @ w.T), W, X)
+    assert set(found) == {"x", "dot_general.0", "dot_general.1"}
+
+
+def test_what_is_rather_made_again_is_no_term():
+    """Products of two activations, which a policy may keep out by their terms."""
+    found = candidates(lambda w, x: jnp.sin(x @ x.T + x @ w[:, :8]), W, X)
+    assert {"dot_general.0", "dot_general.1"} < set(found)
 
 
 # --- attention ---

@@ -1,0 +1,56 @@
+"""Sums of products that nothing else reads: one tensor to store in place of several."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from jax.extend.core import Literal
+
+from jaxcompact.graph import Graph, Op, Value, is_float
+
+_PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
+_SUMS = frozenset("add add_any convert_element_type neg sub".split())
+
+
+def find_sums(
+    graph: Graph, fixed: Collection[int], candidates: Collection[int]
+) -> dict[Op, list[int]]:
+    """The last operation of each sum, and the two or more of the candidates in it.
+
+    Products may be multiplied by constants, converted to other floats, and added to
+    each other and to ``fixed`` values. All that reads one of them is linear, and of a
+    constant slope: no gradient needs it.
+    """
+    constants = graph.independent_of(graph.inputs)
+    readers = Counter(v for op in graph.ops for v in {*op.reads})
+    readers.update(v for v in graph.outputs if not isinstance(v, Literal))
+    sums: dict[int, tuple[Op, list[int]]] = {}
+
+    for op in graph.ops:
+        moving = {v for v in op.reads if v not in fixed}
+        if op.kind in _PRODUCTS and op.outs[0] in candidates:
+            sums[op.outs[0]] = op, [*op.outs]
+        elif (
+            all(v in sums and readers[v] == 1 for v in moving)
+            and moving
+            and _is_linear(op, graph, moving, constants)
+        ):
+            terms = [term for v in moving for term in sums.pop(v)[1]]
+            sums[op.outs[0]] = op, terms
+    return {op: terms for op, terms in sums.values() if len(terms) > 1}
+
+
+def _is_linear(
+    op: Op, graph: Graph, moving: Iterable[int], constants: Collection[int]
+) -> bool:
+    """Whether it makes one array, a sum of multiples of those that move."""
+    avals = [graph.avals[v] for v in (*moving, *op.outs)]
+    if any(a.shape != avals[0].shape or not is_float(a) for a in avals):
+        return False
+
+    def constant(value: Value) -> bool:
+        return isinstance(value, Literal) or value in constants
+
+    if op.kind in ("div", "mul"):
+        x, y = op.ins
+        return constant(y) or (op.kind == "mul" and constant(x))
+    return op.kind in _SUMS
