@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.codecs import Quantized
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read, tie, zeros
+from jaxcompact.loops import inputs_of_body
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
@@ -105,23 +106,9 @@ class Traced:
 
     def _body(self, op: Op, index: int, jaxpr: Any) -> "Traced":
         graph, label = graph_of(jaxpr), op.name
-        if op.kind == "scan":
-            first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
-            outer = op.ins
-        else:
-            first, count, outer = 0, 0, op.ins[1:]
+        if op.kind == "cond":
             label = f"{label}.{index}"
-        fixed = self.graph.independent_of(self.names)
-        begins = [isinstance(v, int) and v not in fixed for v in outer]
-        state = range(first, first + count)
-        names, keep = {}, {}
-        for i in _new(graph, begins, state):
-            v = graph.inputs[i]
-            names[v] = f"input.{i}"
-            # What runs through a loop is new every time; all else belongs to the
-            # arrays outside, and is not stored again.
-            if i not in state:
-                keep[v] = "belongs to a tensor outside"
+        names, keep = inputs_of_body(self.graph, self.names, op, graph)
         return Traced(
             graph,
             names,
@@ -304,22 +291,6 @@ class _Static:
     """What is known when tracing, among the residuals."""
 
     value: Any
-
-
-def _new(graph: Graph, begins: Sequence[bool], state: range) -> list[int]:
-    """Which inputs of a body are not made of parameters and constants alone.
-
-    ``begins``: which are not, as it is first run. A loop's state may begin as zeros.
-    """
-    first = state.start
-    while True:
-        new = [v for v, b in zip(graph.inputs, begins, strict=True) if b]
-        fixed = graph.independent_of(new)
-        ends = [isinstance(v, int) and v not in fixed for v in graph.outputs]
-        found = [b or (i in state and ends[i - first]) for i, b in enumerate(begins)]
-        if found == begins:
-            return [i for i, b in enumerate(begins) if b]
-        begins = found
 
 
 def _opened(inputs: Sequence[Any]) -> tuple[tuple[bool, ...], list[Any]]:

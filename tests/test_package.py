@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
     {"projection", "kinds", "choices"},
-    {"linear", "limiter", "scores", "divisors", "sums", "schedule", "regions"},
+    {"linear", "limiter", "scores", "divisors", "sums", "loops", "schedule", "regions"},
     {"subspace", "tensors", "program"},
     {"policy"},
     {"policies", "replay"},

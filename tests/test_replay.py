@@ -294,6 +294,47 @@ def test_a_loops_state_that_is_made_of_weights_is_never_encoded():
     assert [aval.shape for aval in held if aval not in codes] == [(3, 64, 64)]
 
 
+def online(w, x):
+    """Attention by blocks of keys: its state is a maximum, a sum and an output."""
+    blocks = (x @ w[0]).reshape(4, 2, 64)
+
+    def step(carry, keys):
+        top, total, out = carry
+        scores = x @ keys.T / 8
+        new = jnp.maximum(top, scores.max(-1))
+        terms, rescaled = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
+        out = out * rescaled[:, None] + terms @ keys
+        return (new, total * rescaled + terms.sum(-1), out), None
+
+    begin = jnp.full(8, -jnp.inf), jnp.zeros(8), jnp.zeros((8, 64))
+    (_, total, out), _ = jax.lax.scan(step, begin, blocks)
+    return out / total[:, None]
+
+
+def test_the_small_state_of_a_loop_is_stored_as_it_is():
+    """Encoded, an attention's maxima and sums would change all of its weights."""
+    small = checkpointed(online, uniform(Q8))
+    held = [a for a in crossing(small, LAYERS, X) if a.shape == (4, 8)]
+    assert [aval.dtype.itemsize for aval in held] == [4, 4]
+    exact = jax.grad(weighted(online))(LAYERS, X)
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
+
+
+def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is():
+    def step(top, x):
+        new = jnp.maximum(top, x)
+        return new, jnp.exp(top - new)
+
+    def fun(w, x):
+        x = (x @ w[0]).reshape(4, 2, 64)
+        begin = -jnp.full_like(x[0], jnp.inf)
+        return jax.lax.scan(step, begin, x)[1] * x
+
+    exact = jax.grad(weighted(fun))(LAYERS, X)
+    small = checkpointed(fun, uniform(Q8))
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
+
+
 def test_a_branch_stores_no_weights_again():
     def fun(w, x):
         return jax.lax.cond(w[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x) @ w, x)
@@ -471,7 +512,10 @@ def test_what_only_frozen_weights_would_need_is_not_stored():
     # those of the weights that it meets.
     assert kept((0, 1, 2, 3)) == ({"add.0", "dot_general.1", "x"}, {0, 1, 2})
     assert kept((2,)) == ({"add.0", "dot_general.1"}, set())
-    assert kept((1,)) == ({"add.0"}, {2, 3})  # x is nobody's residual: it is kept as it is
+    assert kept((1,)) == (
+        {"add.0"},
+        {2, 3},
+    )  # x is nobody's residual: it is kept as it is
     assert kept((3,)) == ({"add.0"}, {0, 1, 2})
 
 

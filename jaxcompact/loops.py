@@ -1,0 +1,77 @@
+"""What the body of a loop or a branch is given: activations, and what stays exact."""
+
+import math
+from collections.abc import Collection, Sequence
+
+from jax.extend.core import Literal
+
+from jaxcompact.graph import Graph, Op, Value, is_float
+
+_SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
+
+
+def inputs_of_body(
+    graph: Graph, names: Collection[int], op: Op, body: Graph
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Names of a body's inputs that are activations; which are not encoded, and why.
+
+    ``names``: the graph's inputs that are activations, no parameters.
+    """
+    first, count, outer = 0, 0, op.ins[1:]
+    if op.kind == "scan":
+        first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
+        outer = op.ins
+    state = range(first, first + count)
+    fixed = graph.independent_of(names)
+    begins = [isinstance(v, int) and v not in fixed for v in outer]
+    found = _new(body, begins, state)
+    infinite = _infinite(graph, fixed, outer)
+    sizes = {i: body.avals[body.inputs[i]].size for i in found if i in state}
+    keep = {}
+    for i in found:
+        # What runs through a loop is new every time; all else belongs to the arrays
+        # outside, and is not stored again.
+        if i not in state:
+            keep[i] = "belongs to a tensor outside"
+        elif infinite[i]:
+            keep[i] = "begins as an infinity"
+        elif _SMALL * sizes[i] <= max(sizes.values()):
+            keep[i] = "small beside the loop's state"
+    return (
+        {body.inputs[i]: f"input.{i}" for i in found},
+        {body.inputs[i]: reason for i, reason in keep.items()},
+    )
+
+
+def _new(body: Graph, begins: Sequence[bool], state: range) -> list[int]:
+    """Which inputs are not made of parameters and constants alone.
+
+    ``begins``: which are not, as it is first run. A loop's state may begin as zeros.
+    """
+    while True:
+        new = [v for v, b in zip(body.inputs, begins, strict=True) if b]
+        fixed = body.independent_of(new)
+        ends = [isinstance(v, int) and v not in fixed for v in body.outputs]
+        found = [
+            b or (i in state and ends[i - state.start]) for i, b in enumerate(begins)
+        ]
+        if found == begins:
+            return [i for i, b in enumerate(begins) if b]
+        begins = found
+
+
+def _infinite(
+    graph: Graph, fixed: Collection[int], values: Sequence[Value]
+) -> list[bool]:
+    """Which are constants that an infinity is written into."""
+    found: set[int] = set()
+
+    def is_infinite(value: Value) -> bool:
+        if isinstance(value, Literal):
+            return is_float(value.aval) and math.isinf(value.val)
+        return value in found
+
+    for op in graph.ops:
+        if any(map(is_infinite, op.ins)) and all(v in fixed for v in op.reads):
+            found.update(op.outs)
+    return list(map(is_infinite, values))
