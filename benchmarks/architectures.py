@@ -36,8 +36,8 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import swin  # noqa: E402
 from flax import linen as nn  # noqa: E402
+from graph_tasks import gat_logits, gcn_logits  # noqa: E402
 from jax_resnet.resnet import STAGE_SIZES  # noqa: E402
-from model_tasks import gat_logits, gcn_logits  # noqa: E402
 from models import gact  # noqa: E402
 from plans import step_seconds  # noqa: E402
 from step import provenance  # noqa: E402

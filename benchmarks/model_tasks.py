@@ -1,7 +1,7 @@
-"""Small models, most of other packages, and what they learn.
+"""Small models, most of other packages, and the text or the digits that they learn.
 
-GPT-2, BERT and ViT of Hugging Face, jax-resnet's ResNet and a Swin (Linen), GCN and GAT
-of jraph (plain JAX), an MLP of NNX layers with dropout.
+GPT-2, BERT and ViT of Hugging Face, jax-resnet's ResNet and a Swin (Linen), an MLP of
+NNX layers with dropout.
 """
 
 import gzip
@@ -56,7 +56,7 @@ def gpt2(data: Path, seed: int) -> Task:
     """Two layers on bytes of novels, with GPT-2's own dropout."""
     from transformers import FlaxGPT2LMHeadModel, GPT2Config
 
-    text, batch, held_out = _novels(data, seed, _shifted)
+    text, batch, held_out = novels(data, seed, shifted)
     config = GPT2Config(
         vocab_size=text.vocab_size, n_embd=96, n_layer=2, n_head=3, n_positions=64
     )
@@ -66,7 +66,7 @@ def gpt2(data: Path, seed: int) -> Task:
         batch=batch,
         held_out=held_out,
         steps=1500,
-        optimizer=_adamw(3e-3, 1500),
+        optimizer=adamw(3e-3, 1500),
     )
 
 
@@ -83,7 +83,7 @@ def bert(data: Path, seed: int) -> Task:
         )
         return np.where(hidden, vocabulary, labels), labels, hidden.astype(np.float32)
 
-    _, batch, held_out = _novels(data, seed, masked)
+    _, batch, held_out = novels(data, seed, masked)
     config = BertConfig(
         vocab_size=vocabulary + 1,
         hidden_size=96,
@@ -98,7 +98,7 @@ def bert(data: Path, seed: int) -> Task:
         batch=batch,
         held_out=held_out,
         steps=1500,
-        optimizer=_adamw(3e-3, 1500),
+        optimizer=adamw(3e-3, 1500),
     )
 
 
@@ -124,7 +124,7 @@ def vit(data: Path, seed: int) -> Task:
         batch=batch,
         held_out=held_out,
         steps=2000,
-        optimizer=_adamw(2e-3, 2000),
+        optimizer=adamw(2e-3, 2000),
     )
 
 
@@ -155,7 +155,7 @@ def swin(data: Path, seed: int) -> Task:
         batch=batch,
         held_out=held_out,
         steps=500,
-        optimizer=_adamw(2e-3, 500),
+        optimizer=adamw(2e-3, 500),
     )
 
 
@@ -188,7 +188,7 @@ def resnet(data: Path, seed: int) -> Task:
         batch=batch,
         held_out=held_out,
         steps=250,
-        optimizer=_adamw(3e-3, 250),
+        optimizer=adamw(3e-3, 250),
     )
 
 
@@ -223,125 +223,23 @@ def mlp(data: Path, seed: int) -> Task:
         batch=batch,
         held_out=held_out,
         steps=500,
-        optimizer=_adamw(1e-3, 500),
+        optimizer=adamw(1e-3, 500),
     )
 
 
-def gcn(data: Path, seed: int) -> Task:
-    """Kipf and Welling's two layers and settings."""
-
-    graph, labels, parts = _cora(data)
-    keys = jax.random.split(jax.random.key(seed))
-    params = [_glorot(keys[0], 1433, 16), _glorot(keys[1], 16, 7)]
-    optimizer = optax.adam(1e-2)
-    return _on_cora(gcn_logits, params, graph, labels, parts, optimizer, decay=5e-4)
-
-
-def gcn_logits(params, graph, keys=None, wrap=lambda layer: layer):
-    """A matrix for each layer, each of them wrapped; dropout with keys."""
-    import jraph
-
-    @wrap
-    def layer(w, x, graph, key):
-        x = x if key is None else _dropout(key, x)
-        convolve = jraph.GraphConvolution(lambda x: x @ w, add_self_edges=True)
-        return convolve(graph._replace(nodes=x)).nodes
-
-    x, graph = graph.nodes, graph._replace(nodes=None)
-    for i, w in enumerate(params):
-        x = layer(
-            w, jax.nn.relu(x) if i else x, graph, None if keys is None else keys[i]
-        )
-    return x
-
-
-def gat(data: Path, seed: int) -> Task:
-    """Velickovic et al.: 8 heads of 8, then one; dropout of inputs."""
-
-    graph, labels, parts = _cora(data)
-    n = len(labels)
-    loops = np.arange(n, dtype=np.int32)
-    graph = graph._replace(
-        senders=jnp.concatenate([graph.senders, loops]),
-        receivers=jnp.concatenate([graph.receivers, loops]),
-    )
-    keys = jax.random.split(jax.random.key(seed), 4)
-    params = [
-        {"w": _glorot(keys[0], 1433, 64), "a": _glorot(keys[1], 16, 1)},
-        {"w": _glorot(keys[2], 64, 7), "a": _glorot(keys[3], 14, 1)},
-    ]
-
-    logits = partial(gat_logits, heads=(8, 1))
-    optimizer = optax.adam(5e-3)
-    return _on_cora(logits, params, graph, labels, parts, optimizer, decay=5e-4)
-
-
-def gat_logits(params, graph, keys=None, wrap=lambda layer: layer, *, heads):
-    """As `gcn_logits`; graphs have a loop at each node."""
-    import jraph
-
-    def layer(p, x, graph, key, heads, last):
-        n = len(x)
-        x = x if key is None else _dropout(key, x)
-        attend = jraph.GAT(
-            lambda x: (x @ p["w"]).reshape(n, heads, -1),
-            lambda s, r, _: jax.nn.leaky_relu(
-                jnp.concatenate([s, r], -1) @ p["a"], 0.2
-            ),
-            lambda x: x.reshape(n, -1) if last else jax.nn.elu(x.reshape(n, -1)),
-        )
-        return attend(graph._replace(nodes=x)).nodes
-
-    x, graph = graph.nodes, graph._replace(nodes=None)
-    for i, (p, h) in enumerate(zip(params, heads, strict=True)):
-        one = wrap(partial(layer, heads=h, last=i + 1 == len(heads)))
-        x = one(p, x, graph, None if keys is None else keys[i])
-    return x
-
-
-MODELS = {
-    "gpt2": gpt2,
-    "bert": bert,
-    "vit": vit,
-    "swin": swin,
-    "resnet": resnet,
-    "mlp": mlp,
-    "gcn": gcn,
-    "gat": gat,
-}
-SOURCES = {
-    "gpt2": "transformers, Linen",
-    "bert": "transformers, Linen",
-    "vit": "transformers, Linen",
-    "swin": "ours, Linen",
-    "resnet": "jax-resnet, Linen",
-    "mlp": "Flax, NNX",
-    "gcn": "jraph, plain JAX",
-    "gat": "jraph, plain JAX",
-}
-
-
-def _adamw(rate: float, steps: int) -> optax.GradientTransformation:
+def adamw(rate: float, steps: int) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
 
 
-def _glorot(key, n, m):
-    return jax.nn.initializers.glorot_uniform()(key, (n, m))
-
-
-def _dropout(key, x):
-    return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 2.0 * x, 0.0)
-
-
-def _shifted(tokens) -> Batch:
+def shifted(tokens) -> Batch:
     """To predict the next byte."""
     tokens = jnp.asarray(tokens)
     labels = tokens[:, 1:]
     return tokens[:, :-1], labels, jnp.ones(labels.shape)
 
 
-def _novels(data: Path, seed: int, made: Callable) -> tuple[Any, Callable, list[Batch]]:
+def novels(data: Path, seed: int, made: Callable) -> tuple[Any, Callable, list[Batch]]:
     text = prepare(data / "english_novels", "bytes")
 
     def batch(step: int) -> Batch:
@@ -371,48 +269,3 @@ def _digits(data: Path, seed: int) -> tuple[Callable[[int], Batch], list[Batch]]
         return take(shuffled[64 * place : 64 * place + 64])
 
     return batch, [take(np.arange(8000 + i, 8500 + i)) for i in range(0, 2000, 500)]
-
-
-def _cora(data: Path):
-    import jraph
-
-    with np.load(data / "cora" / "cora.npz") as file:
-        z = dict(file)
-    n = len(z["labels"])
-    nodes = np.zeros(tuple(z["x_shape"]), np.float32)
-    rows = np.repeat(np.arange(n), np.diff(z["x_indptr"]))
-    nodes[rows, z["x_indices"]] = z["x_data"]
-    nodes /= np.maximum(nodes.sum(1, keepdims=True), 1.0)
-    one, other = z["edges"]
-    graph = jraph.GraphsTuple(
-        nodes=jnp.asarray(nodes),
-        edges=None,
-        senders=jnp.asarray(np.concatenate([one, other])),
-        receivers=jnp.asarray(np.concatenate([other, one])),
-        globals=None,
-        n_node=jnp.array([n]),
-        n_edge=jnp.array([2 * len(one)]),
-    )
-    return graph, z["labels"], (z["train_idx"], z["test_idx"])
-
-
-def _on_cora(logits, params, graph, labels, parts, optimizer, decay) -> Task:
-    def masked(index) -> Batch:
-        weights = np.zeros(len(labels), np.float32)
-        weights[index] = 1.0
-        return graph, np.maximum(labels, 0), weights
-
-    def apply(params, state, graph, key):
-        return logits(params, graph, jax.random.split(key, len(params))), state
-
-    train, test = map(masked, parts)
-    return Task(
-        apply,
-        lambda params, state, graph: logits(params, graph),
-        params,
-        {},
-        batch=lambda step: train,
-        held_out=[test],
-        steps=200,
-        optimizer=optax.chain(optax.add_decayed_weights(decay), optimizer),
-    )

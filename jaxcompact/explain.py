@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint
 from jaxcompact.codecs import Codec
-from jaxcompact.policy import ChoosesActions, Recompute, written
+from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
+from jaxcompact.tensors import Tensor
 from jaxcompact.traced import Plan
 
 
@@ -48,12 +49,14 @@ class Explanation:
         rows: one for each candidate tensor and each parameter.
         inside: those of the bodies of loops and branches, for one pass. What they store
             is among the residuals of ``rows``.
+        loops: bytes of what loops and branches keep, were none of it encoded.
         stored: bytes between the passes, beside inputs that are kept by reference.
         exact: bytes of the same tensors as they are.
     """
 
     rows: tuple[Row, ...]
     inside: tuple[Row, ...]
+    loops: int
 
     @property
     def stored(self) -> int:
@@ -61,7 +64,9 @@ class Explanation:
 
     @property
     def exact(self) -> int:
-        return sum(row.nbytes for row in self.rows if row.stored)
+        return self.loops + sum(
+            row.nbytes for row in self.rows if row.stored and not _is_of_loop(row)
+        )
 
     def __str__(self) -> str:
         header = ("tensor", "", "bytes", "stored", "action", "reason", "where")
@@ -124,7 +129,8 @@ def explain(
         )
     traced, inputs = TRACERS[fun](args, kwargs)
     avals = [traced.graph.avals[v] for v in traced.graph.inputs]
-    plan = traced.plan(tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals))
+    mask = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
+    plan, exact = traced.plan(mask), traced.under(_Exactly(traced.policy)).plan(mask)
     rows = [
         Row(
             name,
@@ -140,7 +146,24 @@ def explain(
         for v, name in traced.labels.items()
     ]
     inside = [row for inner in plan.inner() for row in _rows(inner)]
-    return Explanation((*rows, *_rows(plan)), tuple(inside))
+    loops = sum(row.stored for row in _rows(exact) if _is_of_loop(row))
+    return Explanation((*rows, *_rows(plan)), tuple(inside), loops)
+
+
+@dataclass(frozen=True)
+class _Exactly:
+    """A policy that saves what another one encodes."""
+
+    policy: ChoosesActions
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        action, reason = self.policy.decide(tensor)
+        return (Save() if isinstance(action, Codec) else action), reason
+
+
+def _is_of_loop(row: Row) -> bool:
+    """Its residuals are codes already, where its body encodes."""
+    return row.kind == "residual" and row.name.startswith(("scan.", "cond."))
 
 
 def _rows(plan: Plan) -> list[Row]:

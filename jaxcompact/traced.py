@@ -63,6 +63,11 @@ class Traced:
                 getattr(self.policy, "note", lambda plan: None)(plan)
         return self.plans[perturbed]
 
+    def under(self, policy: ChoosesActions) -> "Traced":
+        """The same function under another policy."""
+        names, keep, known, label = self.names, self.keep, self.known, self.label
+        return Traced(self.graph, names, keep, known, policy, label=label)
+
     def split(self, inputs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """The function's own inputs, and those with which its policy probes it."""
         count = len(self.graph.inputs)
@@ -142,15 +147,18 @@ class Plan:
 
     def names(self) -> set[str]:
         """All candidates' names, those of the bodies of loops included."""
-        names = {tensor.name for tensor, _, _ in self.replay.chosen.values()}
-        for plan in self.inner():
-            names |= plan.names()
-        return names
+        plans = [self, *self.inner()]
+        return {t.name for plan in plans for t, _, _ in plan.replay.chosen.values()}
 
     def inner(self) -> list["Plan"]:
-        """The plans of the bodies of loops and branches."""
+        """The plans of the bodies of loops and branches, and of those inside them.
+
+        A loop is differentiated until it is known what of its state moves: of the plans
+        of its body the one in which most does.
+        """
         bodies = [body for group in self.traced.bodies.values() for body in group]
-        return [plan for body in bodies for plan in body.plans.values()]
+        plans = [b.plans[max(b.plans, key=sum)] for b in bodies if b.plans]
+        return [plan for each in plans for plan in (each, *each.inner())]
 
     def active(self, cts: Sequence[Any]) -> list[jax.Array]:
         """The cotangents that the backward pass takes, of all outputs'."""

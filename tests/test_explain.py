@@ -66,6 +66,28 @@ def test_bodies_of_loops_are_reported_by_themselves():
     assert inside["scan.0/dot_general.0"].stored == 16 * 64 // 2 + 16 * 2
     residuals = sum(row.stored for row in said.rows if row.kind == "residual")
     assert residuals == 3 * sum(row.stored for row in said.inside)
+    # Three times the layer's input and its product, in float32.
+    assert said.exact == 3 * 2 * 16 * 64 * 4 and said.stored == residuals
+
+
+def test_bodies_are_reported_once_and_those_inside_them_too():
+    """jax differentiates a loop over again until it knows what of its state moves."""
+
+    def fun(w, x):
+        def inner(x, _):
+            return jnp.tanh(x @ w), None
+
+        def outer(carry, _):
+            still, x = carry
+            x, _ = jax.lax.scan(inner, x, length=2)
+            return (still + x.mean(), x), None
+
+        return jax.lax.scan(outer, (jnp.zeros(()), x), length=3)[0]
+
+    said = jc.explain(fun, jnp.ones((64, 64)), X, policy=jc.policies.int4(), params=0)
+    names = [row.name for row in said.inside]
+    assert names.count("scan.0/scan.0/dot_general.0") == 1
+    assert len(names) == len(set(names))
 
 
 def test_tensors_on_the_host_take_no_bytes_of_the_device():
