@@ -42,6 +42,11 @@ LINEAR_ALGEBRA = SOLVES | frozenset(
     """cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr
     schur svd tridiagonal""".split()
 )
+# Differentiated as a whole, from what they keep for themselves.
+BLOCKS = LINEAR_ALGEBRA | frozenset(
+    """custom_vjp_call custom_jvp_call scan while cond remat2 checkpoint
+    shard_map""".split()
+)
 _ALIAS = frozenset(
     """name reshape transpose squeeze expand_dims copy copy_p
     optimization_barrier""".split()

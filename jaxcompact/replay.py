@@ -18,16 +18,11 @@ from jax.extend.core import Literal
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, tie
-from jaxcompact.kinds import LINEAR_ALGEBRA, expensive, is_any
+from jaxcompact.kinds import BLOCKS, LINEAR_ALGEBRA, expensive, is_any
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
 from jaxcompact.regions import Region, find_regions
 from jaxcompact.tensors import Tensor, Tensors
-
-_BLOCKS = LINEAR_ALGEBRA | frozenset(
-    """custom_vjp_call custom_jvp_call scan while cond remat2 checkpoint
-    shard_map""".split()
-)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ class Replay:
     def _is_block(self, op: Op) -> bool:
         """Differentiated as a whole, from what it keeps for itself."""
         moved = not self.moving.isdisjoint(op.outs)
-        return op.kind in _BLOCKS and moved and expensive(op)
+        return op.kind in BLOCKS and moved and expensive(op)
 
     @property
     def lossy(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sums of products that nothing else reads: one tensor to store in place of several."""
+"""Sums whose terms nothing else reads: one tensor to store in place of several."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, is_float
+from jaxcompact.kinds import BLOCKS
 
-_PRODUCTS = frozenset("conv_general_dilated dot_general ragged_dot_general".split())
 _SUMS = frozenset("add add_any convert_element_type neg sub".split())
 
 
@@ -16,9 +16,9 @@ def find_sums(
 ) -> dict[Op, list[int]]:
     """The last operation of each sum, and the two or more of the candidates in it.
 
-    Products may be multiplied by constants, converted to other floats, and added to
-    each other and to ``fixed`` values. All that reads one of them is linear, and of a
-    constant slope: no gradient needs it.
+    Terms, as of products, may be multiplied by constants, converted to other floats,
+    and added to each other and to ``fixed`` values. All that reads one of them is
+    linear, of a constant slope: no gradient needs it.
     """
     constants = graph.independent_of(graph.inputs)
     readers = Counter(v for op in graph.ops for v in {*op.reads})
@@ -27,7 +27,8 @@ def find_sums(
 
     for op in graph.ops:
         moving = {v for v in op.reads if v not in fixed}
-        if op.kind in _PRODUCTS and op.outs[0] in candidates:
+        single = len(op.outs) == 1 and op.kind not in BLOCKS
+        if single and op.outs[0] in candidates:
             sums[op.outs[0]] = op, [*op.outs]
         elif (
             all(v in sums and readers[v] == 1 for v in moving)

@@ -246,7 +246,7 @@ class Tensors:
                     )
 
     def _move_to_sums(self) -> None:
-        """Products that are only read as their sum (LoRA) are stored as that."""
+        """What is only read as a sum, as LoRA's products, is stored as that."""
         whole = {
             value
             for value, tensor in self.found.items()

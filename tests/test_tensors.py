@@ -266,6 +266,11 @@ def adapted(w, x, frozen=0.3):
         (lambda w, x: -(x @ w) * jnp.arange(16.0) + (x + 1) @ w + 1, {"add.2"}),
         (lambda w, x: (y := x @ w) + y, {"dot_general.0"}),
         (lambda w, x: (y := x @ w) * y, {"dot_general.0"}),
+        (
+            lambda w, x: x @ w + jnp.zeros((8, 16)).at[jnp.arange(8) % 3].add(x),
+            {"add.0"},
+        ),
+        (lambda w, x: x @ w + jnp.fft.irfft(jnp.fft.rfft(x), n=16), {"fft.0", "add.0"}),
         # What a gradient reads: a factor's, and what has two readers.
         (lambda w, x: (x @ w) * w[0] + x @ w, {"dot_general.0", "dot_general.1"}),
         (lambda w, x: 1 / (x @ w) + x @ w, {"dot_general.0", "dot_general.1"}),
@@ -277,9 +282,20 @@ def adapted(w, x, frozen=0.3):
 )
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
-def test_products_that_are_read_as_their_sum_alone_are_stored_as_that(fun, names):
+def test_what_is_read_as_a_sum_alone_is_stored_as_that(fun, names):
     found = candidates(lambda w, x: jnp.sin(fun(w, x)), W, X)
     assert {name for name, tensor in found.items() if not tensor.cheap} == {"x", *names}
+
+
+def test_what_keeps_residuals_of_its_own_is_no_term():
+    @jax.custom_vjp
+    def summed(x):
+        return jnp.cumsum(x, axis=1)
+
+    summed.defvjp(lambda x: (summed(x), x), lambda x, ct: (ct * x,))
+
+    found = candidates(lambda w, x: jnp.sin(summed(x @ w) + x @ w.T), W, X)
+    assert {"custom_vjp_call.0", "dot_general.1"} < set(found)
 
 
 def test_a_product_that_is_an_output_is_no_term():
