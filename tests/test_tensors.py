@@ -268,7 +268,7 @@ def adapted(w, x, frozen=0.3):
         (lambda w, x: (y := x @ w) * y, {"dot_general.0"}),
         (
             lambda w, x: x @ w + jnp.zeros((8, 16)).at[jnp.arange(8) % 3].add(x),
-            {"add.0"},
+            {"add.2"},
         ),
         (lambda w, x: x @ w + jnp.fft.irfft(jnp.fft.rfft(x), n=16), {"fft.0", "add.0"}),
         # What a gradient reads: a factor's, and what has two readers.
