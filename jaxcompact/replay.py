@@ -232,6 +232,7 @@ class Replay:
     def _residual(self, source: Residual) -> Tensor:
         aval, op = self.avals[source], source.op
         largest = max(self.graph.avals[v].size for v in op.reads)
+        out = self.tensors.found.get(op.outs[0])  # of a loop a part may be stored
         return Tensor(
             name=f"{op.name}.residual{source.k}",
             kind="residual",
@@ -239,7 +240,7 @@ class Replay:
             dtype=aval.dtype,
             where=op.where,
             statistic=16 * aval.size <= largest,
-            fused=self.tensors.found[op.outs[0]].fused,
+            fused=out and out.fused,
             divisor=is_any(op, LINEAR_ALGEBRA),
         )
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxcompact.divisors import find_divisors
 from jaxcompact.graph import Graph, Op, inner_jaxprs, is_float
 from jaxcompact.kinds import (
+    BLOCKS,
     ELEMENTWISE,
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -24,6 +25,7 @@ from jaxcompact.kinds import (
     expensive,
     renames,
 )
+from jaxcompact.parts import find_parts
 from jaxcompact.scores import find_attention, is_product
 from jaxcompact.sums import find_sums
 
@@ -144,7 +146,7 @@ class Tensors:
             self._add_outputs(op)
         self._add_names()
         self._move_to_sums()
-        self._move_to_narrower()
+        self._move_to_parts()
         self._add_functions()
         stored = {
             value
@@ -261,23 +263,21 @@ class Tensors:
             else:
                 self._add(value, name=op.name, kind="op", where=op.where)
 
-    def _move_to_narrower(self) -> None:
-        """A product in float32 that is only read as bfloat16 is stored as that."""
-        for value, tensor in list(self.found.items()):
-            readers = self.readers[value]
-            if (
-                tensor.kind == "op"
-                and tensor.floating
-                and value not in self.graph.outputs
-                and len(readers) == 1
-                and readers[0].kind == "convert_element_type"
-            ):
-                out = readers[0].outs[0]
-                narrow = self.graph.avals[out]
-                if is_float(narrow) and narrow.dtype.itemsize < tensor.dtype.itemsize:
-                    del self.found[value]
-                    named = self.found.get(out, tensor).name
-                    self.found[out] = replace(tensor, name=named, dtype=narrow.dtype)
+    def _move_to_parts(self) -> None:
+        """What is only read in part, or as a narrower float, is stored as that."""
+        made = {
+            value
+            for op in self.graph.ops
+            for value in op.outs
+            if op.kind == "scan" or op.kind not in BLOCKS
+        }
+        made = [v for v, t in self.found.items() if t.kind == "op" and v in made]
+        for value, part in find_parts(self.graph, made).items():
+            tensor, aval = self.found.pop(value), self.graph.avals[part]
+            name = self.found.get(part, tensor).name
+            self.found[part] = replace(
+                tensor, name=name, shape=aval.shape, dtype=aval.dtype
+            )
 
     def _add_functions(self) -> None:
         """Elementwise nonlinear functions of one tensor, as large as can be.
