@@ -4,15 +4,12 @@ from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.graph import Graph, Op
 
-# One operand, whatever it holds: no gradient reads it.
-_PARTS = frozenset(
-    """copy expand_dims imag neg real reduce_sum reshape rev slice squeeze
-    transpose""".split()
-)
+# Of one operand, whose numbers no gradient reads.
+_PLACES = frozenset("copy expand_dims reshape rev slice squeeze transpose".split())
+_NUMBERS = frozenset("convert_element_type imag neg real reduce_sum".split())
 
 
 def find_parts(graph: Graph, candidates: Collection[int]) -> dict[int, int]:
@@ -24,11 +21,10 @@ def find_parts(graph: Graph, candidates: Collection[int]) -> dict[int, int]:
     for op in graph.ops:
         for value in {*op.reads}:
             readers.setdefault(value, []).append(op)
-    outputs = {v for v in graph.outputs if not isinstance(v, Literal)}
     found = {}
     for candidate in candidates:
         value = smallest = candidate
-        while value not in outputs and len(readers.get(value, [])) == 1:
+        while len(readers.get(value, [])) == 1:
             (op,) = readers[value]
             if not _is_part(op, graph):
                 break
@@ -41,13 +37,11 @@ def find_parts(graph: Graph, candidates: Collection[int]) -> dict[int, int]:
 
 
 def _is_part(op: Op, graph: Graph) -> bool:
-    (aval,) = (graph.avals[v] for v in op.outs) if len(op.outs) == 1 else (None,)
-    if len(op.reads) != 1 or aval is None:
+    if len(op.reads) != 1 or len(op.outs) != 1:
         return False
-    if op.kind == "convert_element_type":
-        return is_float(aval) and is_float(graph.avals[op.reads[0]])
-    exact = jnp.issubdtype(aval.dtype, jnp.inexact) or op.kind != "reduce_sum"
-    return op.kind in _PARTS and exact
+    dtypes = [graph.avals[v].dtype for v in (*op.reads, *op.outs)]
+    numbers = all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    return op.kind in _PLACES or (numbers and op.kind in _NUMBERS)
 
 
 def _nbytes(aval: Any) -> int:

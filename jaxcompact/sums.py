@@ -22,7 +22,6 @@ def find_sums(
     """
     constants = graph.independent_of(graph.inputs)
     readers = Counter(v for op in graph.ops for v in {*op.reads})
-    readers.update(v for v in graph.outputs if not isinstance(v, Literal))
     sums: dict[int, tuple[Op, list[int]]] = {}
 
     for op in graph.ops:
