@@ -94,6 +94,12 @@ FUNCTIONS = {
     "attention": attention,
     "custom_vjp": lambda w, x: doubled(x @ w[0]) @ w[1],
     "adapter": lambda w, x: jnp.sin(x @ w[0] - 2 * (x @ w[1][:, :4]) @ w[2][:4] / 3),
+    "parts": lambda w, x: (
+        jnp.sin((x @ w[0])[:, 4:8]),
+        jnp.cos(jnp.fft.fft(x @ w[1]).real[:2]),
+        jnp.tanh((x @ w[2]).reshape(2, 4, 32).sum(1)),
+        jnp.exp(jnp.sort(x @ w[0])[:, -2:]),
+    ),
     "custom_jvp": lambda w, x: cubed(x @ w[0]) @ w[1],
     "scan": loop,
     "state that begins as zeros": lambda w, x: jax.lax.scan(

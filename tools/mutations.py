@@ -202,6 +202,20 @@ MUTATIONS = [
         "stats.output_size_in_bytes",
         "tests/memory/test_peak.py::test_a_donated_argument_is_overwritten",
     ),
+    Mutation(
+        "a loop's state that begins as zeros counts as a constant",
+        "jaxcompact/loops.py",
+        "        begins = found",
+        "        return [i for i, b in enumerate(begins) if b]",
+        "tests/test_replay.py::test_a_loops_state_is_encoded_however_it_begins",
+    ),
+    Mutation(
+        "a sum stands for a term that something else reads",
+        "jaxcompact/sums.py",
+        "readers[v] == 1 for",
+        "True for",
+        "tests/test_tensors.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
+    ),
 ]
 
 
