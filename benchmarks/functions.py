@@ -131,7 +131,7 @@ def linear_attention() -> Built:
 
 
 def fourier() -> Built:
-    """A Fourier neural operator: 4 layers, 64 channels, 12 x 12 modes; 32 x 128 x 128."""
+    """A Fourier neural operator: 4 layers, 64 channels, 12 x 12 modes, 32 x 128^2."""
     width, modes = 64, 12
     mixing, weight = (
         S((width, width, modes, modes), jnp.float32),

@@ -73,6 +73,7 @@ def test_links_lead_somewhere(link):
         "models",
         "plans",
         "finetuning",
+        "functions",
         "architectures",
         "collectives",
         "traffic",
