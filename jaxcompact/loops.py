@@ -1,13 +1,16 @@
 """What the body of a loop or a branch is given: activations, and what stays exact."""
 
-import math
 from collections.abc import Collection, Sequence
 
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, is_float
+from jaxcompact.kinds import LAYOUT, expensive, is_any
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
+_INFINITE = 1e4  # what masks are filled with
+_SHIFTS = frozenset("add add_any convert_element_type max select_n sub".split())
+_EXPONENTIALS = frozenset("exp exp2".split())
 
 
 def inputs_of_body(
@@ -34,7 +37,9 @@ def inputs_of_body(
         if i not in state:
             keep[i] = "belongs to a tensor outside"
         elif infinite[i]:
-            keep[i] = "begins as an infinity"
+            keep[i] = "begins as an infinity, or as good as one"
+        elif _is_logarithm(body, body.inputs[i]):
+            keep[i] = "a logarithm: its exponential is taken"
         elif _SMALL * sizes[i] <= max(sizes.values()):
             keep[i] = "small beside the loop's state"
     return (
@@ -63,15 +68,32 @@ def _new(body: Graph, begins: Sequence[bool], state: range) -> list[int]:
 def _infinite(
     graph: Graph, fixed: Collection[int], values: Sequence[Value]
 ) -> list[bool]:
-    """Which are constants that an infinity is written into."""
+    """Which are constants that an infinity is written into, or what stands for one."""
     found: set[int] = set()
 
     def is_infinite(value: Value) -> bool:
         if isinstance(value, Literal):
-            return is_float(value.aval) and math.isinf(value.val)
+            return is_float(value.aval) and abs(value.val) >= _INFINITE
         return value in found
 
     for op in graph.ops:
         if any(map(is_infinite, op.ins)) and all(v in fixed for v in op.reads):
             found.update(op.outs)
     return list(map(is_infinite, values))
+
+
+def _is_logarithm(body: Graph, state: int) -> bool:
+    """Whether exp is taken of it, with no more than something added to it.
+
+    As of the log-probabilities of a hidden Markov model, of CTC, of optimal transport:
+    an absolute error of one is a relative one of what they stand for.
+    """
+    found = {state}
+    for op in body.ops:
+        if found.isdisjoint(op.reads):
+            continue
+        if op.kind in LAYOUT or op.kind in _SHIFTS:
+            found.update(op.outs)
+        elif is_any(op, _EXPONENTIALS) and not expensive(op):
+            return True
+    return False

@@ -320,19 +320,42 @@ def test_the_small_state_of_a_loop_is_stored_as_it_is():
     assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
 
 
-def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is():
+@pytest.mark.parametrize("largest", [jnp.inf, 1e9])
+def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is(largest):
     def step(top, x):
         new = jnp.maximum(top, x)
-        return new, jnp.exp(top - new)
+        return new, jax.nn.sigmoid(top - new)
 
     def fun(w, x):
         x = (x @ w[0]).reshape(4, 2, 64)
-        begin = -jnp.full_like(x[0], jnp.inf)
+        begin = jnp.full_like(x[0], 1.0).at[0].set(-largest)
         return jax.lax.scan(step, begin, x)[1] * x
 
     exact = jax.grad(weighted(fun))(LAYERS, X)
     small = checkpointed(fun, uniform(Q8))
     assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
+    assert [a.dtype.itemsize for a in crossing(small, LAYERS, X)].count(4) == 1
+
+
+def forward_algorithm(w, x, fill):
+    """Of a hidden Markov model: the state is log-probabilities."""
+
+    def step(state, x):
+        state = jax.nn.logsumexp(state[:, :, None] + w[2][None], axis=1) + x
+        return state, None
+
+    start = jnp.full((2, 64), fill).at[:, 0].set(0.0)
+    return jax.lax.scan(step, start, (x @ w[0]).reshape(4, 2, 64))[0]
+
+
+@pytest.mark.parametrize("fill", [-3.0, -1e5])
+def test_a_loops_state_that_is_a_logarithm_is_stored_as_it_is(fill):
+    fun = partial(forward_algorithm, fill=fill)
+    small = checkpointed(fun, uniform(Q4))
+    held = [a for a in crossing(small, LAYERS, X) if a.shape == (4, 2, 64)]
+    assert [aval.dtype.itemsize for aval in held] == [4]
+    exact = jax.grad(weighted(fun))(LAYERS, X)
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.2
 
 
 def test_a_branch_stores_no_weights_again():
