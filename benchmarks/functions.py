@@ -24,6 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import linen as nn  # noqa: E402
+from recurrent_tasks import delta_rule  # noqa: E402
 from step import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -115,17 +116,8 @@ def linear_attention() -> Built:
         k = _normalized(k) / size**0.5
         beta = jax.nn.sigmoid(x_btd @ params["beta"])[..., None]
 
-        def token(s_bhkv, inputs):
-            q_bhk, k_bhk, v_bhv, beta_bh1 = inputs
-            error_bhv = v_bhv - jnp.einsum("bhk,bhkv->bhv", k_bhk, s_bhkv)
-            s_bhkv += jnp.einsum("bhk,bhv->bhkv", beta_bh1 * k_bhk, error_bhv)
-            return s_bhkv, jnp.einsum("bhk,bhkv->bhv", q_bhk, s_bhkv)
-
-        inputs = tuple(jnp.moveaxis(a, 1, 0) for a in (q, k, v, beta))
-        start = jnp.zeros((x_btd.shape[0], heads, size, size), x_btd.dtype)
-        _, read_tbhv = jax.lax.scan(token, start, inputs)
-        mixed_btd = jnp.moveaxis(read_tbhv, 0, 1).reshape(x_btd.shape)
-        return x_btd + mixed_btd @ params["o"]
+        mixed_bthv = delta_rule(q, k, v, beta)
+        return x_btd + mixed_bthv.reshape(x_btd.shape) @ params["o"]
 
     return lambda wrap: wrap(layer), params, ({}, S((8, 1024, width), BF16))
 

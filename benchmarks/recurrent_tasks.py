@@ -57,17 +57,22 @@ def deltanet(data: Path, seed: int) -> Task:
 def delta_logits(params, tokens_bt):
     x_btd = params["embed"][tokens_bt]
     for p in params["layers"]:
-        x_btd += _delta_rule(p, _normalized(x_btd))
+        x_btd += _delta_layer(p, _normalized(x_btd))
         x_btd += jax.nn.gelu(_normalized(x_btd) @ p["up"]) @ p["down"]
     return _normalized(x_btd) @ params["head"]
 
 
-def _delta_rule(p, x_btd):
-    """S += beta k (v - S^T k)^T, token by token; what is read is S^T q."""
+def _delta_layer(p, x_btd):
     heads = (*x_btd.shape[:2], HEADS, -1)
     q_bthk, k_bthk, v_bthk = ((x_btd @ p[name]).reshape(heads) for name in "qkv")
     k_bthk = _normalized(k_bthk) / k_bthk.shape[-1] ** 0.5
     beta_bth1 = jax.nn.sigmoid(x_btd @ p["beta"])[..., None]
+    read_bthv = delta_rule(q_bthk, k_bthk, v_bthk, beta_bth1)
+    return read_bthv.reshape(x_btd.shape) @ p["o"]
+
+
+def delta_rule(q_bthk, k_bthk, v_bthk, beta_bth1):
+    """S += beta k (v - S^T k)^T, token by token; S^T q is read, (b, t, h, v)."""
 
     def token(s_bhkv, inputs):
         q_bhk, k_bhk, v_bhv, beta_bh1 = inputs
@@ -77,9 +82,9 @@ def _delta_rule(p, x_btd):
 
     batch, _, count, size = k_bthk.shape
     inputs = (jnp.moveaxis(a, 1, 0) for a in (q_bthk, k_bthk, v_bthk, beta_bth1))
-    start = jnp.zeros((batch, count, size, size))
+    start = jnp.zeros((batch, count, size, v_bthk.shape[-1]), v_bthk.dtype)
     _, read_tbhv = jax.lax.scan(token, start, tuple(inputs))
-    return jnp.moveaxis(read_tbhv, 0, 1).reshape(x_btd.shape) @ p["o"]
+    return jnp.moveaxis(read_tbhv, 0, 1)
 
 
 def _normalized(x):

@@ -86,14 +86,16 @@ def _is_logarithm(body: Graph, state: int) -> bool:
     """Whether exp is taken of it, with no more than something added to it.
 
     As of the log-probabilities of a hidden Markov model, of CTC, of optimal transport:
-    an absolute error of one is a relative one of what they stand for.
+    an absolute error of one is a relative one of what they stand for. Not of softplus,
+    the sum of an exponential and a constant.
     """
-    found = {state}
+    constants, found = body.independent_of(body.inputs), {state}
     for op in body.ops:
         if found.isdisjoint(op.reads):
             continue
         if op.kind in LAYOUT or op.kind in _SHIFTS:
             found.update(op.outs)
         elif is_any(op, _EXPONENTIALS) and not expensive(op):
-            return True
+            if not any(isinstance(v, Literal) or v in constants for v in op.ins):
+                return True
     return False

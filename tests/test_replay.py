@@ -337,6 +337,13 @@ def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is(largest):
     assert [a.dtype.itemsize for a in crossing(small, LAYERS, X)].count(4) == 1
 
 
+def routed(w, x, fill):
+    """Its softmax is what is read of the state."""
+    step = lambda s, x: (s + jax.nn.softmax(s) @ w[1] + x, None)  # noqa: E731
+    start = jnp.full((2, 64), fill / 1e5)
+    return jax.lax.scan(step, start, (x @ w[0]).reshape(4, 2, 64))[0]
+
+
 def forward_algorithm(w, x, fill):
     """Of a hidden Markov model: the state is log-probabilities."""
 
@@ -349,13 +356,23 @@ def forward_algorithm(w, x, fill):
 
 
 @pytest.mark.parametrize("fill", [-3.0, -1e5])
-def test_a_loops_state_that_is_a_logarithm_is_stored_as_it_is(fill):
-    fun = partial(forward_algorithm, fill=fill)
+@pytest.mark.parametrize("fun", [forward_algorithm, routed])
+def test_a_loops_state_that_is_a_logarithm_is_stored_as_it_is(fun, fill):
+    fun = partial(fun, fill=fill)
     small = checkpointed(fun, uniform(Q4))
     held = [a for a in crossing(small, LAYERS, X) if a.shape == (4, 2, 64)]
     assert [aval.dtype.itemsize for aval in held] == [4]
     exact = jax.grad(weighted(fun))(LAYERS, X)
     assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.2
+
+
+@pytest.mark.parametrize("of_state", [jax.nn.softplus, jax.nn.mish, jax.nn.silu])
+def test_a_loops_state_that_is_read_by_a_smooth_function_is_encoded(of_state):
+    def fun(w, x):
+        return jax.lax.scan(lambda x, w: (x + of_state(x) @ w, None), x, w)[0]
+
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS, X)
+    assert max(aval.dtype.itemsize for aval in held) < 4
 
 
 def test_a_branch_stores_no_weights_again():
