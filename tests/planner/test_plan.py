@@ -15,6 +15,7 @@ from jaxcompact.planner import candidates, search
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of
+from jaxcompact.planner.sensitivity import noise
 
 MIB = 2**20
 D, FF, LAYERS = 512, 1408, 8
@@ -330,7 +331,10 @@ def test_layers_that_are_not_in_a_scan(shapes, one):
 
 def test_without_error_loops_inside_are_exact_too():
     def looped(w, x):
-        y, _ = jax.lax.scan(lambda y, _: (jnp.sin(y @ w), None), x, length=2)
+        def step(y, _):
+            return jnp.sin((x + y) @ w), None
+
+        y, _ = jax.lax.scan(step, jnp.zeros_like(x), length=2)
         return x + y
 
     def make_step(policy):
@@ -346,5 +350,7 @@ def test_without_error_loops_inside_are_exact_too():
     exact, lossy = planned(0.0), planned(0.2)
     assert not any(isinstance(a, jc.Quantized) for a in exact[0].actions.values())
     assert any(isinstance(a, jc.Quantized) for a in lossy[0].actions.values())
+    inside = [a for a in lossy[0].actions.values() if isinstance(a, jc.Quantized)]
+    assert lossy[0].noise == pytest.approx(sum(map(noise, inside)))  # of each once
     assert exact[1].noise == 0 < lossy[0].noise <= lossy[1].noise
     assert solve(lossy[0], noise=lossy[0].noise / 2) is None
