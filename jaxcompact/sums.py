@@ -1,7 +1,6 @@
 """Sums whose terms nothing else reads: one tensor to store in place of several."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from jax.extend.core import Literal
 
@@ -12,7 +11,10 @@ _SUMS = frozenset("add add_any convert_element_type neg sub".split())
 
 
 def find_sums(
-    graph: Graph, fixed: Collection[int], candidates: Collection[int]
+    graph: Graph,
+    readers: Mapping[int, list[Op]],
+    fixed: Collection[int],
+    candidates: Collection[int],
 ) -> dict[Op, list[int]]:
     """The last operation of each sum, and the two or more of the candidates in it.
 
@@ -21,7 +23,6 @@ def find_sums(
     linear, of a constant slope: no gradient needs it.
     """
     constants = graph.independent_of(graph.inputs)
-    readers = Counter(v for op in graph.ops for v in {*op.reads})
     sums: dict[int, tuple[Op, list[int]]] = {}
 
     for op in graph.ops:
@@ -30,7 +31,7 @@ def find_sums(
         if single and op.outs[0] in candidates:
             sums[op.outs[0]] = op, [*op.outs]
         elif (
-            all(v in sums and readers[v] == 1 for v in moving)
+            all(v in sums and len(readers[v]) == 1 for v in moving)
             and moving
             and _is_linear(op, graph, moving, constants)
         ):

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxcompact.divisors import find_divisors
 from jaxcompact.graph import Graph, Op, inner_jaxprs, is_float
 from jaxcompact.kinds import (
-    BLOCKS,
     ELEMENTWISE,
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -254,7 +253,8 @@ class Tensors:
             for value, tensor in self.found.items()
             if tensor.floating and not tensor.cheap and tensor.terms is None
         }
-        for op, terms in find_sums(self.graph, self.fixed, whole).items():
+        sums = find_sums(self.graph, self.readers, self.fixed, whole)
+        for op, terms in sums.items():
             (value,) = op.outs
             for term in terms:
                 del self.found[term]
@@ -265,14 +265,8 @@ class Tensors:
 
     def _move_to_parts(self) -> None:
         """What is only read in part, or as a narrower float, is stored as that."""
-        made = {
-            value
-            for op in self.graph.ops
-            for value in op.outs
-            if op.kind == "scan" or op.kind not in BLOCKS
-        }
-        made = [v for v, t in self.found.items() if t.kind == "op" and v in made]
-        for value, part in find_parts(self.graph, made).items():
+        made = {value for value, t in self.found.items() if t.kind == "op"}
+        for value, part in find_parts(self.graph, self.readers, made).items():
             tensor, aval = self.found.pop(value), self.graph.avals[part]
             name = self.found.get(part, tensor).name
             self.found[part] = replace(

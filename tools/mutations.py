@@ -212,7 +212,7 @@ MUTATIONS = [
     Mutation(
         "a sum stands for a term that something else reads",
         "jaxcompact/sums.py",
-        "readers[v] == 1 for",
+        "len(readers[v]) == 1 for",
         "True for",
         "tests/test_tensors.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
     ),
