@@ -207,14 +207,14 @@ MUTATIONS = [
         "jaxcompact/loops.py",
         "        begins = found",
         "        return [i for i, b in enumerate(begins) if b]",
-        "tests/test_replay.py::test_a_loops_state_is_encoded_however_it_begins",
+        "tests/test_loops.py::test_a_loops_state_is_encoded_however_it_begins",
     ),
     Mutation(
         "a sum stands for a term that something else reads",
         "jaxcompact/sums.py",
         "len(readers[v]) == 1 for",
         "True for",
-        "tests/test_tensors.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
+        "tests/test_sums.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
     ),
 ]
 

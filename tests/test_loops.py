@@ -1,0 +1,177 @@
+"""What a loop or a branch keeps of its state, of its weights and of its inputs."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxcompact.policies import uniform
+from tests.test_replay import (
+    LAYERS,
+    Q4,
+    Q8,
+    X,
+    checkpointed,
+    crossing,
+    layers,
+    nbytes,
+    references,
+    relative,
+    slots,
+    weighted,
+)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_stores_its_carry_encoded_and_no_weights_again(inside):
+    if inside:
+        small = checkpointed(layers, uniform(Q4))
+    else:
+        step = checkpointed(lambda w, x: jnp.tanh(x @ w), uniform(Q4))
+
+        def small(w, x):
+            return jax.lax.scan(lambda x, w: (step(w, x), None), x, w)[0]
+
+    held = crossing(small, LAYERS, X)
+    assert all(jnp.issubdtype(aval.dtype, jnp.unsignedinteger) for aval in held)
+    # The carry of three layers, and their products, that tanh' is made of.
+    assert nbytes(held) == 3 * 2 * Q4.nbytes(X.shape)
+    assert references(small, LAYERS, X) == [LAYERS.shape]
+
+
+def test_a_loop_in_a_loop_stores_no_weights_again():
+    def fun(w, x):
+        return jax.lax.scan(lambda x, w: (layers(w, x), None), x, w)[0]
+
+    w = jnp.stack([LAYERS, LAYERS])
+    held = crossing(checkpointed(fun, uniform(Q4)), w, X)
+    assert not any(64 * 64 <= aval.size for aval in held)
+    assert nbytes(held) == 6 * 2 * Q4.nbytes(X.shape)
+
+
+def recurrent(w, x, begin=jnp.zeros_like):
+    """As recurrent networks and linear attention: the state begins as a constant."""
+
+    def step(carry, x):
+        state, scale = carry
+        return (jnp.tanh(scale * (x + state @ w[0])), scale), state
+
+    start = begin(x[:2]), jnp.float32(0.5)
+    (state, _), states = jax.lax.scan(step, start, x.reshape(4, 2, 64))
+    return states @ w[1] + state[None]
+
+
+@pytest.mark.parametrize("begin", [jnp.zeros_like, jnp.sin])
+def test_a_loops_state_is_encoded_however_it_begins(begin):
+    fun = partial(recurrent, begin=begin)
+    assert slots(fun, uniform(Q4), LAYERS, X)["x"] == Q4
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS, X)
+    codes = [aval for aval in held if jnp.issubdtype(aval.dtype, jnp.unsignedinteger)]
+    # x, and four times 2 of its 8 rows: the state and its product. The states that
+    # come out of the loop are read by another product, and a scale is a constant.
+    assert nbytes(codes) == 4 * Q4.nbytes(X.shape)
+    assert sum(aval.size for aval in held) - sum(aval.size for aval in codes) <= 4
+
+
+def test_a_loops_state_that_is_made_of_weights_is_never_encoded():
+    def step(carry, w):
+        x, power = carry
+        return (jnp.tanh(x @ power), power @ w), None
+
+    def fun(w, x):
+        return jax.lax.scan(step, (x, w[0]), w)[0][0]
+
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS, X)
+    codes = [aval for aval in held if aval.dtype.itemsize < 4]
+    assert nbytes(codes) == 3 * 2 * Q4.nbytes(X.shape)  # as of `layers`
+    assert [aval.shape for aval in held if aval not in codes] == [(3, 64, 64)]
+
+
+def online(w, x):
+    """Attention by blocks of keys: its state is a maximum, a sum and an output."""
+    blocks = (x @ w[0]).reshape(4, 2, 64)
+
+    def step(carry, keys):
+        top, total, out = carry
+        scores = x @ keys.T / 8
+        new = jnp.maximum(top, scores.max(-1))
+        terms, rescaled = jnp.exp(scores - new[:, None]), jnp.exp(top - new)
+        out = out * rescaled[:, None] + terms @ keys
+        return (new, total * rescaled + terms.sum(-1), out), None
+
+    begin = jnp.full(8, -jnp.inf), jnp.zeros(8), jnp.zeros((8, 64))
+    (_, total, out), _ = jax.lax.scan(step, begin, blocks)
+    return out / total[:, None]
+
+
+def test_the_small_state_of_a_loop_is_stored_as_it_is():
+    """Encoded, an attention's maxima and sums would change all of its weights."""
+    small = checkpointed(online, uniform(Q8))
+    held = [a for a in crossing(small, LAYERS, X) if a.shape == (4, 8)]
+    assert [aval.dtype.itemsize for aval in held] == [4, 4]
+    exact = jax.grad(weighted(online))(LAYERS, X)
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
+
+
+@pytest.mark.parametrize("largest", [jnp.inf, 1e9])
+def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is(largest):
+    def step(top, x):
+        new = jnp.maximum(top, x)
+        return new, jax.nn.sigmoid(top - new)
+
+    def fun(w, x):
+        x = (x @ w[0]).reshape(4, 2, 64)
+        begin = jnp.full_like(x[0], 1.0).at[0].set(-largest)
+        return jax.lax.scan(step, begin, x)[1] * x
+
+    exact = jax.grad(weighted(fun))(LAYERS, X)
+    small = checkpointed(fun, uniform(Q8))
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
+    assert [a.dtype.itemsize for a in crossing(small, LAYERS, X)].count(4) == 1
+
+
+def routed(w, x, fill):
+    """Its softmax is what is read of the state."""
+    step = lambda s, x: (s + jax.nn.softmax(s) @ w[1] + x, None)  # noqa: E731
+    start = jnp.full((2, 64), fill / 1e5)
+    return jax.lax.scan(step, start, (x @ w[0]).reshape(4, 2, 64))[0]
+
+
+def forward_algorithm(w, x, fill):
+    """Of a hidden Markov model: the state is log-probabilities."""
+
+    def step(state, x):
+        state = jax.nn.logsumexp(state[:, :, None] + w[2][None], axis=1) + x
+        return state, None
+
+    start = jnp.full((2, 64), fill).at[:, 0].set(0.0)
+    return jax.lax.scan(step, start, (x @ w[0]).reshape(4, 2, 64))[0]
+
+
+@pytest.mark.parametrize("fill", [-3.0, -1e5])
+@pytest.mark.parametrize("fun", [forward_algorithm, routed])
+def test_a_loops_state_that_is_a_logarithm_is_stored_as_it_is(fun, fill):
+    fun = partial(fun, fill=fill)
+    small = checkpointed(fun, uniform(Q4))
+    held = [a for a in crossing(small, LAYERS, X) if a.shape == (4, 2, 64)]
+    assert [aval.dtype.itemsize for aval in held] == [4]
+    exact = jax.grad(weighted(fun))(LAYERS, X)
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.2
+
+
+@pytest.mark.parametrize("of_state", [jax.nn.softplus, jax.nn.mish, jax.nn.silu])
+def test_a_loops_state_that_is_read_by_a_smooth_function_is_encoded(of_state):
+    def fun(w, x):
+        return jax.lax.scan(lambda x, w: (x + of_state(x) @ w, None), x, w)[0]
+
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS, X)
+    assert max(aval.dtype.itemsize for aval in held) < 4
+
+
+def test_a_branch_stores_no_weights_again():
+    def fun(w, x):
+        return jax.lax.cond(w[0, 0] > 0, lambda x: x @ w, lambda x: jnp.sin(x) @ w, x)
+
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS[0], X)
+    assert not any(aval.shape == (64, 64) for aval in held)
