@@ -3,6 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,13 +40,16 @@ class Store:
         aval, as_bits = replay.avals[slot.source], replay.lossy
         codec = None if isinstance(slot.action, Save) else slot.action
         seed = zlib.crc32(slot.tensor.name.encode())
-        leaves, tree = jax.tree.flatten(aval if codec is None else _stored(codec, aval))
+        with _its_mesh(aval):
+            stored = aval if codec is None else _stored(codec, aval)
+        leaves, tree = jax.tree.flatten(stored)
         return cls(codec, seed, tree, leaves, aval, as_bits)
 
     def encode(self, x: jax.Array) -> list[jax.Array]:
-        return self.leaves_of(
-            x if self.codec is None else _encode(self.codec, self.seed, x)
-        )
+        with _its_mesh(self.aval):
+            return self.leaves_of(
+                x if self.codec is None else _encode(self.codec, self.seed, x)
+            )
 
     def leaves_of(self, encoded: Any) -> list[jax.Array]:
         leaves = jax.tree.leaves(encoded)
@@ -57,6 +61,10 @@ class Store:
         return Later(leaves, self.decode, light=_light(self.decode, leaves))
 
     def decode(self, leaves: list[jax.Array]) -> jax.Array:
+        with _its_mesh(self.aval):
+            return self._decoded(leaves)
+
+    def _decoded(self, leaves: list[jax.Array]) -> jax.Array:
         pairs = zip(leaves, self.leaves, strict=True)
         leaves = [_from_bits(leaf, aval.dtype) for leaf, aval in pairs]
         x = jax.tree.unflatten(self.tree, leaves)
@@ -66,6 +74,14 @@ class Store:
         # Groups that lie on several devices are gathered.
         same = jax.typeof(x).sharding.spec == sharding.spec
         return x if same else jax.sharding.reshard(x, sharding)
+
+
+def _its_mesh(aval: Any) -> AbstractContextManager:
+    """That of a tensor within `jax.sharding.auto_axes` is not the one around it."""
+    here, mesh = jax.sharding.get_abstract_mesh(), aval.sharding.mesh
+    if here.empty or mesh.empty or here == mesh:
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 # Layers after the first find these traced.

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
 
@@ -263,85 +262,6 @@ def test_half_precision(dtype):
         assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype(dtype)}
         # 8 bits of mantissa and 8 of code: both round at 2^-9 of the largest.
         assert relative(got, exact) < 0.06
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY, jc.policies.int4()])
-def test_sharded_over_four_devices(axis_type, policy):
-    small = jc.checkpoint(mlp, policy=policy, params=0)
-    expected = gradients(small, W, X)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
-        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
-        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
-        got = gradients(small, w, x)
-    assert got[1].sharding.spec[0] == "data"
-    assert relative(jax.device_get(got), expected) < 1e-3  # as a batch's members
-
-
-@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
-@pytest.mark.parametrize(
-    "choose",
-    [
-        lambda y: jnp.sort(y, axis=1),
-        lambda y: jnp.clip(y, -0.5, 0.5),
-        lambda y: jnp.abs(y).max(axis=1),
-        lambda y: jax.lax.top_k(y, 4)[0],
-    ],
-)
-def test_choices_of_explicitly_sharded_arrays(choose, policy):
-    """Two rows of 16 columns on each: a group of 64 lies on two devices."""
-
-    def fun(w, x):
-        return choose(x @ w[0, :, :16]) ** 2
-
-    small = jc.checkpoint(fun, policy=policy, params=0)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
-        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
-        got = jax.device_get(gradients(small, w, x))
-    limit = 0.1 if policy == LOSSY else ULPS  # the square is read decoded
-    assert relative(got, gradients(fun, W, X)) < limit
-
-
-def of_a_part(name):
-    def fun(w, x, positive):
-        if name == "cond":  # a branch that differs by device hangs in plain JAX
-            cases = (lambda: jnp.tanh(x @ w[0]), lambda: jnp.sin(x) @ w[1])
-            return jax.lax.cond(positive, *cases)
-        return jax.tree.leaves(FUNCTIONS[name](w, x))[0]
-
-    return fun
-
-
-def over_devices(fun):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec("data")
-    specs = PartitionSpec(), spec, PartitionSpec()
-    return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=spec)
-
-
-def both_gradients(fun):
-    grad = jax.jit(jax.grad(weighted(fun), argnums=(0, 1)))
-    return [grad(W, X, jnp.array(positive)) for positive in (True, False)]
-
-
-@cache
-def plain_over_devices(name):
-    return both_gradients(over_devices(of_a_part(name)))
-
-
-@pytest.mark.parametrize("policy", [pytest.param(SAVE, marks=SLOW), AGAIN, LOSSY])
-@pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
-@pytest.mark.parametrize("inside", [True, False])
-def test_with_shard_map(inside, name, policy):
-    """The devices' parts of a batch, checkpointed one by one and all at once."""
-    small, fun = partial(jc.checkpoint, policy=policy, params=0), of_a_part(name)
-    mapped = over_devices(small(fun)) if inside else small(over_devices(fun))
-    found = both_gradients(mapped)
-    for got, exact in zip(found, plain_over_devices(name), strict=True):
-        assert relative(got, exact) < (0.04 if policy == LOSSY else ULPS)
 
 
 def test_inputs_that_are_not_differentiated_are_kept_as_they_are():

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.kernels.explicit import gathered
+
 
 class Codec:
     """How one tensor is stored between the forward and the backward pass.
@@ -79,3 +81,8 @@ def merged(shape: tuple[int, ...], least: int) -> tuple[int, ...]:
     while len(shape) > 1 and shape[-1] < least:
         shape = (*shape[:-2], shape[-2] * shape[-1])
     return shape
+
+
+def in_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``x``, trailing axes merged: of these the first one alone may be shared."""
+    return gathered(x, *range(len(shape), x.ndim)).reshape(shape)

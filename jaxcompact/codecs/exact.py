@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs.codec import Codec
+from jaxcompact.codecs.codec import Codec, in_rows
 from jaxcompact.kernels.bits.reference import pack, unpack
+from jaxcompact.kernels.explicit import gathered, part
 
 
 @partial(
@@ -107,7 +108,9 @@ def _packed(data: jax.Array, bits: int) -> jax.Array:
     if bits >= 8:
         return data
     lanes, shape = 8 // bits, _rows(data.shape, bits)
-    rows = data.reshape(shape)
+    rows = in_rows(data, shape)
+    if part(rows)[-1] % lanes:
+        rows = gathered(rows, -1)
     rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, -shape[-1] % lanes)])
     return pack(rows, bits=bits)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcompact.codecs.codec import Codec, is_float, merged
+from jaxcompact.codecs.codec import Codec, in_rows, is_float, merged
 from jaxcompact.kernels.quantize import scales
 from jaxcompact.kernels.quantize.levels import saturated
 from jaxcompact.kernels.quantize.reference import (
@@ -75,7 +75,7 @@ class Float8(Codec):
 
     def encode(self, x: jax.Array, seed: int = 0) -> Float8Encoded:
         self._require(x)
-        rows = x.reshape(merged(x.shape, self.group_size))
+        rows = in_rows(x, merged(x.shape, self.group_size))
         group = min(self.group_size, max(1, rows.shape[-1]))
         rows = filled_up(rows, group=group, axis=-1, edge=False)
         rows = split_groups(rows, group=group, axis=-1).astype(jnp.float32)

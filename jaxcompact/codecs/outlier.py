@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs.codec import Codec, is_float
 from jaxcompact.codecs.quantized import Encoded, Quantized
+from jaxcompact.kernels.explicit import gathered, without
 from jaxcompact.kernels.quantize.levels import saturated
 from jaxcompact.kernels.quantize.reference import extreme
 
@@ -106,7 +107,9 @@ class OutlierQuantized(Codec):
         if channels:
             outlier = jnp.expand_dims(outlier, range(x.ndim - 1))
             rest = x * (~outlier).astype(x.dtype)  # finite, if there are outliers
-            kept = jnp.take(x, index, axis=-1, mode="fill", fill_value=0)
+            kept = x.at[..., index].get(
+                mode="fill", fill_value=0, out_sharding=without(x, -1)
+            )
         wide = jnp.uint16 if channels < 2**16 else jnp.uint32
         kept = saturated(kept, x.dtype if x.dtype == jnp.float16 else jnp.bfloat16)
         return OutlierEncoded(self._quantizer().encode(rest), kept, index.astype(wide))
@@ -148,5 +151,6 @@ def _outliers(x: jax.Array, slots: int, threshold: float) -> jax.Array:
     size = size / jnp.where(largest > 0, largest, 1.0)
     above = size - jnp.mean(size) > threshold * jnp.std(size)
     above &= jnp.all(finite)
-    score, index = jax.lax.top_k(jnp.where(above, size, 0.0), slots)
+    size = gathered(jnp.where(above, size, 0.0), 0)
+    score, index = jax.lax.top_k(size, slots)
     return jnp.where(score > 0, index, x.shape[-1])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs.codec import Codec, is_float, merged
+from jaxcompact.codecs.codec import Codec, in_rows, is_float, merged
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.quantize import api
@@ -154,7 +154,7 @@ class Quantized(Codec):
         self._require(x)
         shape, _, group = self._layout(x.shape)
         codes, scales, lows = api.quantize(
-            x.reshape(shape),
+            in_rows(x, shape),
             bits=self.bits,
             group=group,
             axis=self.axis,

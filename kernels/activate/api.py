@@ -1,6 +1,7 @@
 """Activate and quantize: in one pass by a kernel where that is the fastest."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate import reference
 from jaxcompact.kernels.activate.elementwise import refused
+from jaxcompact.kernels.explicit import part, sharding_of, typed
 from jaxcompact.kernels.quantize.api import batched_in_rows, broken_rule, flat
-from jaxcompact.kernels.quantize.devices import split_by_xla
+from jaxcompact.kernels.quantize.devices import Division, division, split_by_xla
 from jaxcompact.kernels.varying import varying_as
 
 _FOLDER = Path(__file__).parent
@@ -46,7 +48,7 @@ def activate(
     """
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
     fields["scale_bits"] = scale_bits
-    jaxpr, config = _chosen(f, xs, bits, group, implementation)
+    jaxpr, config, divided = _chosen(f, xs, bits, group, implementation)
     if config is None:
         return reference.activate(f, xs, **fields)
 
@@ -59,7 +61,7 @@ def activate(
         leading = xs[0].shape[:-1]
         return jax.tree.map(lambda a: a.reshape(*leading, a.shape[-1]), (y, of))
 
-    return varying_as(xs, batched_in_rows(kernel)(*xs))
+    return varying_as(xs, batched_in_rows(divided.wrap(kernel))(*xs))
 
 
 def in_one_pass(
@@ -69,26 +71,34 @@ def in_one_pass(
     return _chosen(f, xs, bits, group, None)[1] is not None
 
 
-def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None]:
-    """f's jaxpr, and how its kernel is to run; None for XLA's code."""
-    if choice.chosen("activate", _FOLDER, implementation, None) is None:
-        return None, None
+def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None, Division]:
+    """f's jaxpr, how its kernel is to run, None for XLA's code, and on which parts."""
+    divided = division(xs[0], -1, group)
+    chosen = partial(
+        choice.chosen, "activate", _FOLDER, implementation, splits=divided.known
+    )
+    if chosen(None) is None:
+        return None, None, divided
     shape, dtype = xs[0].shape, xs[0].dtype
-    closed, broken = None, broken_rule(shape, jnp.dtype(dtype), -1, bits, group)
+    broken = broken_rule(divided.shape, jnp.dtype(dtype), -1, bits, group)
+    closed, broken = None, divided.broken or broken
     if any(map(split_by_xla, xs)):
         broken = "XLA can't split it over devices"
     if group < 64:  # columns that f is evaluated on at once
         broken = f"group must be 64, 128 or 256, got {group}"
     if len(xs) > 2:
         broken = f"f must be of one or two arrays, got {len(xs)}"
-    if any((x.shape, x.dtype) != (shape, dtype) for x in xs):
-        kinds = ", ".join(f"{x.dtype}{x.shape}" for x in xs)
+    if any((x.shape, x.dtype, part(x)) != (shape, dtype, part(xs[0])) for x in xs):
+        kinds = ", ".join(f"{x.dtype}{x.shape} in parts of {part(x)}" for x in xs)
         broken = f"xs must have one shape and dtype, got {kinds}"
     if not broken:
-        closed = jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, dtype) for _ in xs))
-        broken = refused(closed.jaxpr, shape) or _too_wide(closed.jaxpr, shape, group)
-    config = choice.chosen("activate", _FOLDER, implementation, broken)
-    return closed and closed.jaxpr, config
+        x = jax.ShapeDtypeStruct(
+            shape, dtype, sharding=sharding_of(xs[0]) if typed(xs[0]) else None
+        )
+        closed = jax.make_jaxpr(f)(*[x] * len(xs))
+        broken = refused(closed.jaxpr, shape)
+        broken = broken or _too_wide(closed.jaxpr, divided.shape, group)
+    return closed and closed.jaxpr, chosen(broken), divided
 
 
 def _too_wide(jaxpr: Any, shape: tuple[int, ...], group: int) -> str | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import reference
-from jaxcompact.kernels.quantize.devices import on_each_device, split_by_xla
+from jaxcompact.kernels.quantize.devices import division
 from jaxcompact.kernels.quantize.noise import mixed_seed
 from jaxcompact.kernels.varying import varying_as
 
@@ -42,11 +42,8 @@ def quantize(
     >>> codes.shape, scales.shape
     ((2, 64), (2, 2))
     """
-    # Noise is of an entry's place in the whole tensor, which a part does not know.
-    splits = axis == -1 and seed is None and split_by_xla(x)
-    config = _config(
-        "quantize", x.shape, x.dtype, axis, implementation, bits, group, splits
-    )
+    divided = division(x, axis, group, by_place=seed is not None)
+    config = _config("quantize", divided, x.dtype, axis, implementation, bits, group)
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
     fields["scale_bits"] = scale_bits
     if config is None:
@@ -60,8 +57,7 @@ def quantize(
         return tuple(a if a is None else a.reshape(shape) for a in found)
 
     if seed is None:
-        run = on_each_device(kernel, group) if splits else kernel
-        return varying_as(x, batched_in_rows(run)(x))
+        return varying_as(x, batched_in_rows(divided.wrap(kernel))(x))
     # Noise is of an entry's place in its own example, which the kernel does not know.
     run = jax.custom_batching.custom_vmap(kernel)
     of_one = functools.partial(reference.quantize, axis=axis, **fields)
@@ -86,32 +82,29 @@ def dequantize(
 
     Memory and errors: as `quantize`.
     """
-    splits = axis == -1 and split_by_xla(codes)
-    shape = _sized(codes.shape, axis, size)
-    config = _config(
-        "dequantize", shape, dtype, axis, implementation, bits, group, splits
-    )
+    divided = division(codes, axis, group, size=size)
+    config = _config("dequantize", divided, dtype, axis, implementation, bits, group)
     fields = {"bits": bits, "group": group, "dtype": dtype}
     if config is None:
         return reference.dequantize(codes, stored, lows, size=size, axis=axis, **fields)
 
     def kernel(codes, *of):
-        # Of a device's part, if XLA splits it.
+        # Of a device's part, if there are several.
         here = min(size, codes.shape[axis] * 8 // bits)
         scales, low = [*(flat(a, axis) for a in of), None][:2]
         run = _kernels(axis).dequantize
         x = run(flat(codes, axis), scales, low, size=here, **fields, **config)
         return x.reshape(_sized(codes.shape, axis, here))
 
-    run = batched_in_rows(on_each_device(kernel, group) if splits else kernel)
+    run = batched_in_rows(divided.wrap(kernel))
     arrays = [codes, stored, *([] if lows is None else [lows])]
     return varying_as(arrays, run(*arrays))
 
 
-def _config(op, shape, dtype, axis, implementation, bits, group, splits) -> dict | None:
-    broken = broken_rule(shape, jnp.dtype(dtype), axis, bits, group)
-    op += "" if axis == -1 else "_channels"
-    return choice.chosen(op, _FOLDER, implementation, broken, splits=splits)
+def _config(op, divided, dtype, axis, implementation, bits, group) -> dict | None:
+    broken = broken_rule(divided.shape, jnp.dtype(dtype), axis, bits, group)
+    broken, op = divided.broken or broken, op + ("" if axis == -1 else "_channels")
+    return choice.chosen(op, _FOLDER, implementation, broken, splits=divided.known)
 
 
 def broken_rule(

@@ -1,10 +1,75 @@
-"""A kernel in a program that XLA splits over devices: each runs it on its own rows."""
+"""A kernel in a program for several devices: each runs it on its own part."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
+
+from jaxcompact.kernels.explicit import on_parts, part, typed
+from jaxcompact.kernels.varying import varying_as
+
+Kernel = Callable[..., jax.Array | tuple]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a program runs a kernel of an array whose groups lie along an axis.
+
+    Attributes:
+        wrap: makes, of a kernel for what a device has, one for whole arrays.
+        shape: of what a device has, where the array's type says it; else of the array.
+        known: whether it is for several devices.
+        broken: the rule that keeps a kernel from it; None if there is none.
+    """
+
+    wrap: Callable[[Kernel], Kernel]
+    shape: tuple[int, ...]
+    known: bool
+    broken: str | None = None
+
+
+def division(
+    x: jax.Array | jax.core.ShapedArray,
+    axis: int,
+    group: int,
+    *,
+    size: int | None = None,
+    by_place: bool = False,
+) -> Division:
+    """That of ``x``: of entries, or of the codes of ``size`` entries along the axis.
+
+    ``by_place``: what an entry becomes depends on its place in the whole array, which
+    a part does not know.
+    """
+    if typed(x):
+        shape, broken = part(x), None
+        if by_place:
+            broken = "noise is of an entry's place in the array, got a part of one"
+        elif shape[axis] < x.shape[axis]:
+            parts = x.shape[axis] // shape[axis]
+            if (x.shape[axis] if size is None else size) % (group * parts):
+                broken = f"devices must have whole groups, got {x.shape} as {shape}"
+        return Division(_on_parts, shape, True, broken)
+    if axis == -1 and not by_place and split_by_xla(x):
+        return Division(partial(on_each_device, group=group), x.shape, True)
+    return Division(lambda kernel: kernel, x.shape, False)
+
+
+def _on_parts(kernel: Kernel) -> Kernel:
+    """All axes correspond, those of what is stored too."""
+
+    def run(*arrays):
+        spec = jax.typeof(arrays[0]).sharding.spec
+
+        def of_parts(*parts):
+            return varying_as(parts, kernel(*parts))
+
+        return on_parts(of_parts, arrays, [spec] * len(arrays), spec)
+
+    return run
 
 
 def split_by_xla(x: jax.Array | jax.core.ShapedArray) -> bool:

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcompact.kernels.bits import reference as bits_reference
+from jaxcompact.kernels.explicit import gathered, part
 from jaxcompact.kernels.quantize import levels, scales
 from jaxcompact.kernels.quantize.noise import uniform
 
@@ -42,6 +43,7 @@ def filled_up(x: jax.Array, *, group: int, axis: int, edge: bool) -> jax.Array:
         widths = [(0, 0, 0)] * x.ndim
         widths[axis] = 0, missing, 0
         return jax.lax.pad(x, jnp.zeros((), x.dtype), widths)
+    x = gathered(x, axis)
     last = jax.lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
     return jnp.concatenate([x, *[last] * missing], axis)
 
@@ -53,14 +55,14 @@ def split_groups(x: jax.Array, *, group: int, axis: int) -> jax.Array:
     """
     at = x.ndim + axis
     shape = (*x.shape[:at], x.shape[at] // group, group, *x.shape[at + 1 :])
+    if part(x)[at] % group:
+        x = gathered(x, at)
     sharding = jax.typeof(x).sharding
-    before, here, after = sharding.spec[:at], sharding.spec[at], sharding.spec[at + 1 :]
-    if here is not None and sharding.shard_shape(x.shape)[at] % group:
-        here = None
-        x = jax.sharding.reshard(x, jax.P(*before, here, *after))
-    if here is None:
+    if sharding.spec[at] is None:
         return x.reshape(shape)
-    return jax.lax.reshape(x, shape, out_sharding=jax.P(*before, here, None, *after))
+    spec = jax.P(*sharding.spec[: at + 1], None, *sharding.spec[at + 1 :])
+    kept = jax.NamedSharding(sharding.mesh, spec)
+    return jax.lax.reshape(x, shape, out_sharding=kept)
 
 
 def join_groups(x: jax.Array, *, axis: int, size: int | None = None) -> jax.Array:
@@ -68,11 +70,13 @@ def join_groups(x: jax.Array, *, axis: int, size: int | None = None) -> jax.Arra
     at = x.ndim + axis
     entries = x.shape[at - 1] * x.shape[at]
     shape = (*x.shape[: at - 1], entries, *x.shape[at + 1 :])
-    spec = jax.typeof(x).sharding.spec
-    if spec[at - 1] is None:
+    sharding = jax.typeof(x).sharding
+    if sharding.spec[at - 1] is None:
         x = x.reshape(shape)
     else:
-        x = jax.lax.reshape(x, shape, out_sharding=jax.P(*spec[:at], *spec[at + 1 :]))
+        spec = jax.P(*sharding.spec[:at], *sharding.spec[at + 1 :])
+        kept = jax.NamedSharding(sharding.mesh, spec)
+        x = jax.lax.reshape(x, shape, out_sharding=kept)
     return x if size in (None, entries) else jax.lax.slice_in_dim(x, 0, size, axis=axis)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
+from jaxcompact.kernels.explicit import names, on_parts, part, sharding_of, typed
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.kernels.weight_gradient import reference
 
@@ -49,19 +50,34 @@ def weight_gradient(
     def run(codes, stored, dy):
         from jaxcompact.kernels.weight_gradient import mosaic_gpu
 
-        tokens = math.prod(dy.shape[:-1])
+        tokens, here = math.prod(dy.shape[:-1]), codes.shape[-1] * 8 // bits
         codes, stored, dy = (
             a.reshape(tokens, a.shape[-1]) for a in (codes, stored, dy)
         )
         sums = mosaic_gpu.weight_gradient(
-            codes, stored.T, dy, bits=bits, size=size, **config
+            codes, stored.T, dy, bits=bits, size=here, **config
         )
         return sums.sum(0).astype(preferred_element_type)
 
-    config = _config(implementation, stored, lows, dy, bits, group, size, dtype)
+    def summed(codes, stored, dy):
+        """Over the devices that share the tokens, if the arrays' types name some."""
+        if not typed(dy):
+            return varying_as((codes, stored, dy), run(codes, stored, dy))
+        *tokens, columns = sharding_of(dy).spec
+        *_, rows = sharding_of(codes).spec
+
+        def of_parts(*parts):
+            return jax.lax.psum(varying_as(parts, run(*parts)), names(tokens))
+
+        like = jax.P(*tokens, rows)
+        specs = like, like, jax.P(*tokens, columns)
+        dw = on_parts(of_parts, (codes, stored, dy), specs, jax.P(rows, columns))
+        return dw if out_sharding is None else jax.sharding.reshard(dw, out_sharding)
+
+    config = _config(implementation, codes, stored, lows, dy, bits, group, size, dtype)
     if config is None:
         return reference.weight_gradient(codes, stored, lows, dy, **fields, **product)
-    kernel = jax.custom_batching.custom_vmap(run)
+    kernel = jax.custom_batching.custom_vmap(summed)
 
     @kernel.def_vmap
     def _(size, batched, *args):
@@ -72,11 +88,15 @@ def weight_gradient(
         ]
         return jax.lax.map(lambda a: kernel(*a), args), True
 
-    return varying_as((codes, stored, dy), kernel(codes, stored, dy))
+    return kernel(codes, stored, dy)
 
 
-def _config(implementation, stored, lows, dy, bits, group, size, dtype) -> dict | None:
-    tokens, columns = math.prod(dy.shape[:-1]), dy.shape[-1]
+def _config(
+    implementation, codes, stored, lows, dy, bits, group, size, dtype
+) -> dict | None:
+    # Of a device's part, if the arrays' types say it.
+    *tokens, columns = part(dy)
+    tokens, size = math.prod(tokens), size * part(codes)[-1] // codes.shape[-1]
     unit = 16 // stored.dtype.itemsize  # the copy engine's rows of scales: 16 bytes
     broken = None
     if lows is not None:
@@ -90,7 +110,13 @@ def _config(implementation, stored, lows, dy, bits, group, size, dtype) -> dict 
             f"tokens must be a multiple of {unit}, columns of 64, got {tokens}, "
             f"{size} and {columns}"
         )
-    config = choice.chosen("weight_gradient", _FOLDER, implementation, broken)
+    if typed(dy):
+        shared = [names([sharding_of(x).spec[-1]]) for x in (codes, dy)]
+        if set(shared[0]) & set(shared[1]):
+            broken = f"x and dy must be shared over other axes, got {shared}"
+    config = choice.chosen(
+        "weight_gradient", _FOLDER, implementation, broken, splits=typed(dy)
+    )
     if config is None:
         return None
     # As many blocks as multiprocessors, of which Hopper's cards have 132.

@@ -61,8 +61,8 @@ def parts(monkeypatch):
     return found
 
 
-def on_mesh(x, spec):
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AUTO,) * 2)
+def on_mesh(x, spec, kind=AUTO):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
     return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
 
@@ -80,13 +80,18 @@ def by_reference(x, *, bits=4, **fields):
     return through(x, reference, {"bits": bits, "group": 64} | fields)
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", SPLIT | GATHERED)
-def test_bits_are_those_of_one_device(name, parts):
+def test_bits_are_those_of_one_device(name, kind, parts):
+    """Under explicit sharding XLA's code gathers, not the kernel."""
     (shape, spec, part), fields = (SPLIT | GATHERED)[name], FIELDS.get(name, {})
     x = data(shape, jnp.bfloat16)
-    found = jax.jit(lambda x: by_kernels(x, **fields))(on_mesh(x, spec))
+    found = jax.jit(lambda x: by_kernels(x, **fields))(on_mesh(x, spec, kind))
     same(found, jax.jit(lambda x: by_reference(x, **fields))(x))
-    assert parts == {"quantize": part, "dequantize": part}
+    if name in SPLIT or kind is AUTO:
+        assert parts == {"quantize": part, "dequantize": part}
+    else:
+        assert "quantize" not in parts
     if name in SPLIT:
         for leaf in jax.tree.leaves(found):
             kept = jax.NamedSharding(leaf.sharding.mesh, spec)
@@ -109,9 +114,10 @@ def test_what_is_decoded_comes_as_it_is_asked_for(parts):
     assert parts["dequantize"] == (8, 128)
 
 
-def test_outside_jit(parts):
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_outside_jit(kind, parts):
     x = data((4, 6, 100), jnp.bfloat16)
-    same(by_kernels(on_mesh(x, P("a", "b"))), jax.jit(by_reference)(x))
+    same(by_kernels(on_mesh(x, P("a", "b"), kind)), jax.jit(by_reference)(x))
     assert parts == {"quantize": (6, 100), "dequantize": (6, 100)}
 
 
@@ -125,17 +131,18 @@ def test_where_nothing_was_put_on_the_mesh_all_is_gathered(parts):
     assert parts == {"quantize": (24, 100), "dequantize": (24, 100)}
 
 
-def test_vmap_and_scan(parts):
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_vmap_and_scan(kind, parts):
     x = data((4, 6, 100), jnp.bfloat16)
     expected = jax.jit(jax.vmap(by_reference))(x)
-    same(jax.jit(jax.vmap(by_kernels))(on_mesh(x, P("a", "b"))), expected)
+    same(jax.jit(jax.vmap(by_kernels))(on_mesh(x, P("a", "b"), kind)), expected)
     assert parts == {"quantize": (6, 100), "dequantize": (6, 100)}
 
     @jax.jit
     def scanned(x):
         return jax.lax.scan(lambda _, x: (None, by_kernels(x)), None, x)[1]
 
-    same(scanned(on_mesh(x, P(None, "b"))), expected)
+    same(scanned(on_mesh(x, P(None, "b"), kind)), expected)
     assert parts == {"quantize": (3, 100), "dequantize": (3, 100)}
 
 
@@ -214,6 +221,7 @@ def kernels_on_cards(codec, spec, kind):
     return kernels_in(text), text
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
     ("spec", "part"),
     [
@@ -223,20 +231,17 @@ def kernels_on_cards(codec, spec, kind):
     ],
     ids=str,
 )
-def test_each_card_takes_its_own_part(spec, part, figures):
-    kernels, text = kernels_on_cards(jc.Quantized(4), spec, AUTO)
+def test_each_card_takes_its_own_part(spec, part, kind, figures):
+    kernels, text = kernels_on_cards(jc.Quantized(4), spec, kind)
     assert kernels == 2
     assert part in text
     assert not [name for name in COLLECTIVES if f"{name}(" in text]
 
 
-@pytest.mark.parametrize(
-    ("codec", "kind"),
-    [(jc.Quantized(4, stochastic=True), AUTO), (jc.Quantized(4), EXPLICIT)],
-    ids=["noise", "explicit"],
-)
-def test_xla_encodes(codec, kind, figures):
-    """Noise, of entries' places in the whole tensor; under explicit sharding, all."""
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_xla_encodes_with_noise(kind, figures):
+    """It is of entries' places in the whole tensor."""
+    codec = jc.Quantized(4, stochastic=True)
     kernels, text = kernels_on_cards(codec, P("a", "b"), kind)
-    assert kernels == (1 if codec.stochastic else 0)  # what decodes it
+    assert kernels == 1  # what decodes it
     assert "u8[2,512,256]" in text

@@ -1,0 +1,219 @@
+"""Kernels under explicit sharding: of channels, of activations, of weights.
+
+As in test_devices, whose are those of the last axis: on CPUs the reference is in the
+kernels' place, for cards they are compiled.
+"""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcompact as jc
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.activate import mosaic_gpu as activating
+from jaxcompact.kernels.activate.api import activate, in_one_pass
+from jaxcompact.kernels.activate.elementwise import evaluated
+from jaxcompact.kernels.quantize import channels, reference
+from jaxcompact.kernels.quantize.api import dequantize, quantize
+from jaxcompact.kernels.weight_gradient import mosaic_gpu as weighing
+from jaxcompact.kernels.weight_gradient.api import weight_gradient
+from tests.kernels.machine_code import compiled, kernels_in
+from tests.kernels.test_devices import (
+    COLLECTIVES,
+    EXPLICIT,
+    figures,
+    kernels_on_cards,
+    on_mesh,
+)
+from tests.kernels.test_quantize import data, same
+
+__all__ = ["figures"]  # the fixture
+P = jax.P
+KERNEL = {"implementation": "mosaic_gpu"}
+MESH = {"with the mesh set": True, "without": False}
+
+
+def swiglu(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def pair(*shape):
+    keys = jax.random.split(jax.random.key(0))
+    return [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """References in the kernels' place; the shapes that they were traced for last."""
+    found = {}
+
+    def of_channels(x, seed, *, columns, **fields):
+        assert seed is None
+        found["quantize"] = x.shape
+        return reference.quantize(x, axis=-2, **fields)
+
+    def from_channels(*stored, columns, **fields):
+        x = reference.dequantize(*stored, axis=-2, **fields)
+        found["dequantize"] = x.shape
+        return x
+
+    def activated(jaxpr, xs, *, columns, **fields):
+        found["activate"] = xs[0].shape
+        return evaluated(jaxpr, xs), [reference.quantize(x, **fields) for x in xs]
+
+    def weighed(codes, stored_t, dy, *, bits, size, columns, splits, steps):
+        found["weigh"] = size, dy.shape
+        how = {"bits": bits, "group": 64, "size": size, "dtype": dy.dtype}
+        x = reference.dequantize(codes, stored_t.T, None, **how)
+        return jnp.einsum("tn,tm->nm", x, dy, preferred_element_type=jnp.float32)[None]
+
+    monkeypatch.setattr(channels, "quantize", of_channels)
+    monkeypatch.setattr(channels, "dequantize", from_channels)
+    monkeypatch.setattr(activating, "activate", activated)
+    monkeypatch.setattr(weighing, "weight_gradient", weighed)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        (P("a", None, "b"), (2, 100, 32)),
+        (P("a", "b"), (2, 50, 64)),
+        (P(None, None, None, ("a", "b")), (4, 100, 16)),
+    ],
+    ids=str,
+)
+def test_channels(spec, part, parts):
+    """Groups of 64 of 100 tokens: tokens that two devices share have XLA's code."""
+    x = data((4, 100, 4, 16), jnp.bfloat16)
+    how = {"bits": 4, "group": 64, "axis": -3}
+    back = how | {"size": 100, "dtype": x.dtype}
+
+    def through(x):
+        stored = quantize(x, **how, **which)
+        return stored, dequantize(*stored, **back, **which)
+
+    which = {}
+    expected = jax.jit(through)(x)
+    which = {} if part[1] == 50 else KERNEL
+    with choice.using("mosaic_gpu"):
+        found = jax.jit(through)(on_mesh(x, spec, EXPLICIT))
+    same(found, expected)
+    assert parts == ({} if part[1] == 50 else {"quantize": part, "dequantize": part})
+
+
+@pytest.mark.parametrize("set_mesh", MESH.values(), ids=MESH)
+@pytest.mark.parametrize(
+    ("spec", "part"), [(P("a", "b"), (24, 256)), (P("b", None, "a"), (48, 128))]
+)
+def test_activations(spec, part, set_mesh, parts):
+    xs = pair(4, 24, 256)
+    expected = jax.jit(lambda *xs: activate(swiglu, xs, bits=4, group=64))(*xs)
+    here = [on_mesh(x, spec, EXPLICIT) for x in xs]
+    mesh = jax.set_mesh(here[0].sharding.mesh) if set_mesh else contextlib.nullcontext()
+    with mesh:
+        run = jax.jit(lambda *xs: activate(swiglu, xs, bits=4, group=64, **KERNEL))
+        found = run(*here)
+    same(found, expected)
+    assert parts == {"activate": part}
+
+
+def test_activations_that_lie_otherwise_are_not_taken():
+    x = jnp.ones((8, 256), jnp.bfloat16)
+    xs = [on_mesh(x, spec, EXPLICIT) for spec in (P("a"), P("b"), P(None, "a"))]
+    with choice.using("mosaic_gpu"):
+        assert in_one_pass(swiglu, xs[:2], bits=4, group=64)  # brought together
+        assert not in_one_pass(swiglu, xs[1:], bits=4, group=64)
+
+
+@pytest.mark.parametrize(
+    ("of_x", "of_dy", "part"),
+    [
+        (P("a"), P("a", None, "b"), (128, (128, 64))),
+        (P("a", None, "b"), P("a"), (64, (128, 128))),
+        (P(("a", "b")), P(("a", "b")), (128, (64, 128))),
+        (P(), P(), (128, (256, 128))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("out", [None, P("b"), P()], ids=str)
+def test_gradients_of_weights(of_x, of_dy, part, out, parts):
+    x, dy = pair(4, 64, 128)
+    how = {"bits": 4, "group": 64, "size": 128, "dtype": x.dtype}
+    how["preferred_element_type"] = jnp.float32
+    codes, stored, _ = jax.jit(lambda x: reference.quantize(x, bits=4, group=64))(x)
+    expected = weight_gradient(codes, stored, None, dy, **how)
+    codes, stored = (on_mesh(a, of_x, EXPLICIT) for a in (codes, stored))
+    dy = on_mesh(dy, of_dy, EXPLICIT)
+    if out is not None:
+        how["out_sharding"] = jax.NamedSharding(jax.typeof(dy).sharding.mesh, out)
+    run = jax.jit(lambda *a: weight_gradient(*a[:2], None, a[2], **how, **KERNEL))
+    found = run(codes, stored, dy)
+    # 256 products of size 1 are summed in another order, over devices at last.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=256 * 2.0**-24 * 5 * 16)
+    assert parts == {"weigh": part}
+    if out is not None:
+        assert found.sharding.is_equivalent_to(
+            jax.NamedSharding(found.sharding.mesh, out), 2
+        )
+
+
+def test_gradients_of_one_width_shared_over_one_axis_are_xlas(parts):
+    x = jnp.ones((4, 64, 128), jnp.bfloat16)
+    how = {"bits": 4, "group": 64, "size": 128, "dtype": x.dtype}
+    how |= {"preferred_element_type": jnp.float32, "out_sharding": None}
+    stored = jax.jit(lambda x: reference.quantize(x, bits=4, group=64))(x)[:2]
+    stored = [on_mesh(a, P(None, None, "a"), EXPLICIT) for a in stored]
+    dy = on_mesh(x, P("b", None, "a"), EXPLICIT)
+    with pytest.raises(NotImplementedError, match="shared over other axes"):
+        weight_gradient(*stored, None, dy, **how, **KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        (P("a", None, "b"), "bf16[2,1024,256]"),
+        (P(None, ("a", "b")), "bf16[4,256,512]"),
+    ],
+    ids=str,
+)
+def test_each_card_takes_its_channels(spec, part, figures, monkeypatch):
+    cards = dict.fromkeys(("default", "NVIDIA H200"), {"columns": 128})
+    found = {"quantize_channels": cards, "dequantize_channels": cards}
+    monkeypatch.setattr(choice, "_configs", lambda folder: found)
+    kernels, text = kernels_on_cards(jc.Quantized(4, axis=-2), spec, EXPLICIT)
+    assert kernels == 2
+    assert part in text
+    assert not [name for name in COLLECTIVES if f"{name}(" in text]
+
+
+def test_a_layer_on_four_cards():
+    """Data and tensor parallel: gate, up and SwiGLU in one kernel, x in another."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    kinds = (EXPLICIT,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
+
+    def array(*shape, spec):
+        sharding = jax.NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    def mlp(weights, x):
+        gate, up, down = weights
+        h = swiglu(x @ gate, x @ up)
+        return jnp.einsum("btf,fd->btd", h, down, out_sharding=x.aval.sharding)
+
+    block = jc.checkpoint(mlp, policy=jc.policies.int4(), params=0)
+
+    def loss(weights, x):
+        with choice.using("mosaic_gpu"):
+            return jnp.sum(jnp.sin(block(weights, x * 2).astype(jnp.float32)))
+
+    wide = [array(1024, 8192, spec=P(None, "tensor")) for _ in range(2)]
+    down = array(8192, 1024, spec=P("tensor"))
+    x = array(8, 2048, 1024, spec=P("data"))
+    text = compiled(jax.grad(loss, (0, 1)), (*wide, down), x)
+    assert kernels_in(text) == 2
+    assert "bf16[8192,4096]" in text  # of a card: half of the tokens, of the width

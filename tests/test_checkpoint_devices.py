@@ -1,0 +1,183 @@
+"""`jc.checkpoint` of arrays that several devices share, as types or XLA have it."""
+
+from contextlib import nullcontext
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxcompact as jc
+from tests.test_checkpoint import (
+    AGAIN,
+    FUNCTIONS,
+    LOSSY,
+    SAVE,
+    SLOW,
+    ULPS,
+    W,
+    X,
+    gradients,
+    mlp,
+    normal,
+    relative,
+    weighted,
+)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY, jc.policies.int4()])
+def test_sharded_over_four_devices(axis_type, policy):
+    small = jc.checkpoint(mlp, policy=policy, params=0)
+    expected = gradients(small, W, X)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        got = gradients(small, w, x)
+    assert got[1].sharding.spec[0] == "data"
+    assert relative(jax.device_get(got), expected) < 1e-3  # as a batch's members
+
+
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda y: jnp.sort(y, axis=1),
+        lambda y: jnp.clip(y, -0.5, 0.5),
+        lambda y: jnp.abs(y).max(axis=1),
+        lambda y: jax.lax.top_k(y, 4)[0],
+    ],
+)
+def test_choices_of_explicitly_sharded_arrays(choose, policy):
+    """Two rows of 16 columns on each: a group of 64 lies on two devices."""
+
+    def fun(w, x):
+        return choose(x @ w[0, :, :16]) ** 2
+
+    small = jc.checkpoint(fun, policy=policy, params=0)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        got = jax.device_get(gradients(small, w, x))
+    limit = 0.1 if policy == LOSSY else ULPS  # the square is read decoded
+    assert relative(got, gradients(fun, W, X)) < limit
+
+
+def of_a_part(name):
+    def fun(w, x, positive):
+        if name == "cond":  # a branch that differs by device hangs in plain JAX
+            cases = (lambda: jnp.tanh(x @ w[0]), lambda: jnp.sin(x) @ w[1])
+            return jax.lax.cond(positive, *cases)
+        return jax.tree.leaves(FUNCTIONS[name](w, x))[0]
+
+    return fun
+
+
+def over_devices(fun):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    specs = PartitionSpec(), spec, PartitionSpec()
+    return jax.shard_map(fun, mesh=mesh, in_specs=specs, out_specs=spec)
+
+
+def both_gradients(fun):
+    grad = jax.jit(jax.grad(weighted(fun), argnums=(0, 1)))
+    return [grad(W, X, jnp.array(positive)) for positive in (True, False)]
+
+
+@cache
+def plain_over_devices(name):
+    return both_gradients(over_devices(of_a_part(name)))
+
+
+@pytest.mark.parametrize("policy", [pytest.param(SAVE, marks=SLOW), AGAIN, LOSSY])
+@pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_with_shard_map(inside, name, policy):
+    """The devices' parts of a batch, checkpointed one by one and all at once."""
+    small, fun = partial(jc.checkpoint, policy=policy, params=0), of_a_part(name)
+    mapped = over_devices(small(fun)) if inside else small(over_devices(fun))
+    found = both_gradients(mapped)
+    for got, exact in zip(found, plain_over_devices(name), strict=True):
+        assert relative(got, exact) < (0.04 if policy == LOSSY else ULPS)
+
+
+# --- explicit sharding ---
+
+GACT = jc.policies.uniform(jc.Quantized(8, 256, symmetric=False, stochastic=True))
+OUTLIERS = jc.policies.uniform(jc.codecs.OutlierQuantized(8))
+
+
+def block(weights, x):
+    """Attention of four heads and SwiGLU of 96 columns, half of them on a device."""
+    heads, o, gate, up, down = weights
+    of_batch = jax.typeof(x).sharding
+    q, k, v = jnp.einsum("btd,ndhk->nbthk", x, heads)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x += jnp.einsum("bthk,hkd->btd", mixed, o, out_sharding=of_batch)
+    wide = jax.nn.silu(x @ gate) * (x @ up)
+    return x + jnp.einsum("btf,fd->btd", wide, down, out_sharding=of_batch)
+
+
+SHAPES = (3, 32, 4, 16), (4, 16, 32), (32, 96), (32, 96), (96, 32)
+SHARED = (None, None, "tensor"), ("tensor",), (None, "tensor"), (None, "tensor")
+SHARED = *SHARED, ("tensor",)
+
+
+@pytest.mark.parametrize("set_mesh", [True, False], ids=["mesh set", "mesh of arrays"])
+@pytest.mark.parametrize(
+    ("policy", "limit"),
+    [
+        (SAVE, ULPS),
+        (LOSSY, 0.03),
+        (GACT, 0.06),
+        (OUTLIERS, 0.03),
+        (jc.policies.int4(), 0.3),
+    ],
+)
+def test_tensor_parallelism_by_types(policy, limit, set_mesh):
+    """Groups of 64 of 48 columns, and of 256 of heads of 16: they are gathered."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    weights = tuple(
+        put(normal(i, *shape, scale=0.2), *spec)
+        for i, (shape, spec) in enumerate(zip(SHAPES, SHARED, strict=True))
+    )
+    x = put(normal(9, 4, 8, 32), "data")
+    with jax.set_mesh(mesh) if set_mesh else nullcontext():
+        exact = gradients(block, weights, x)
+        got = gradients(jc.checkpoint(block, policy=policy, params=0), weights, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert relative(*jax.device_get((got, exact))) < limit
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+@pytest.mark.parametrize(("policy", "limit"), [(SAVE, ULPS), (LOSSY, 0.03)])
+def test_where_types_say_nothing_for_a_while(policy, limit, scanned):
+    """A tensor of `jax.sharding.auto_axes` lies on another mesh than what reads it."""
+
+    def fun(w, x):
+        inner = lambda w, x: jnp.tanh(x @ w[0]) * jax.nn.softmax(x @ w[1])  # noqa: E731
+        x = jax.sharding.auto_axes(inner, out_sharding=PartitionSpec("data"))(w, x)
+        return x + jnp.sin(x @ w[2])
+
+    small = jc.checkpoint(fun, policy=policy, params=0)
+
+    def layers(fun):
+        if not scanned:
+            return fun
+        return lambda w, x: jax.lax.scan(lambda x, _: (fun(w, x), None), x, None, 2)[0]
+
+    mesh = jax.make_mesh((4,), ("data",))
+    with jax.set_mesh(mesh):
+        w = jax.device_put(W, NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+        exact, got = gradients(layers(fun), w, x), gradients(layers(small), w, x)
+    assert relative(*jax.device_get((got, exact))) < limit
