@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.codecs import Encoded, Quantized
+from jaxcompact.kernels.explicit import beside, typed
 from jaxcompact.projection import Projection
 
 
@@ -70,6 +71,7 @@ def linear(
     *,
     dtype: Any = None,
     precision: Any = None,
+    out_sharding: Any = None,
 ) -> jax.Array:
     """``y = x W + b``, whose backward pass needs ``z = x P`` instead of ``x``.
 
@@ -91,6 +93,9 @@ def linear(
         bias: ``(m,)``.
         dtype: of the computation and of y; by default what x, W and b promote to.
         precision: of the products, as in `jax.lax.dot`.
+        out_sharding: of ``x W``, as in `jax.lax.dot_general`: under explicit sharding,
+            where devices share the axis that is summed over. A kernel that they share
+            as they do the tokens (FSDP) is gathered for the products.
 
     Raises ValueError if the last axis of x is not the kernel's first, or the bias not
     as long as its last.
@@ -121,14 +126,15 @@ def linear(
         x, z = _sketched_input(x, kernel, dtype)
         spec = _Spec(
             jnp.dtype(dtype),
-            x.dtype,
             precision,
+            out_sharding,
             kernel.projection.codec,
+            jax.typeof(x),
             jax.typeof(kernel.sketch),
         )
         y = _sketched_product(spec, x, kernel.weight, kernel.sketch, z)
     else:
-        y = _product(x.astype(dtype), kernel.astype(dtype), 0, precision)
+        y = _product(x.astype(dtype), kernel.astype(dtype), 0, precision, out_sharding)
     if bias is not None:
         y += jnp.expand_dims(bias.astype(dtype), range(y.ndim - 1))
     return y
@@ -140,10 +146,16 @@ def _shape(x: Any) -> tuple[int, ...] | None:
     return shape if isinstance(shape, tuple) else None
 
 
-def _product(x: jax.Array, w_nm: jax.Array, axis: int, precision: Any) -> jax.Array:
+def _product(
+    x: jax.Array, w_nm: jax.Array, axis: int, precision: Any, out_sharding: Any
+) -> jax.Array:
     """The last axis of x against an axis of W, as the plain layer's autodiff does."""
     return jax.lax.dot_general(
-        x, w_nm, (((x.ndim - 1,), (axis,)), ((), ())), precision=precision
+        x,
+        beside(w_nm, x),
+        (((x.ndim - 1,), (axis,)), ((), ())),
+        precision=precision,
+        out_sharding=out_sharding,
     )
 
 
@@ -152,10 +164,11 @@ class _Spec:
     """What the backward pass must know and tracing must not touch."""
 
     dtype: jnp.dtype
-    x_dtype: jnp.dtype
     precision: Any
+    out_sharding: Any
     codec: Quantized | None
-    sketch: Any  # its dtype and sharding
+    x: Any  # its dtype and sharding
+    sketch: Any
 
 
 Residuals = tuple[jax.Array | Encoded, jax.Array]  # z (..., r), W (n, m)
@@ -163,14 +176,14 @@ Residuals = tuple[jax.Array | Encoded, jax.Array]  # z (..., r), W (n, m)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sketched_product(spec: _Spec, x, w_nm, sketch_rm, z) -> jax.Array:
-    return _product(x.astype(spec.dtype), w_nm.astype(spec.dtype), 0, spec.precision)
+    return _forward(spec, x, w_nm, sketch_rm, z)[0]
 
 
 def _forward(spec: _Spec, x, w_nm, sketch_rm, z) -> tuple[jax.Array, Residuals]:
     # Not by calling _sketched_product: the policies of jax.checkpoint look for the
     # product in here, and would not see it inside another custom_vjp.
-    y = _product(x.astype(spec.dtype), w_nm.astype(spec.dtype), 0, spec.precision)
-    return y, (z, w_nm)
+    x, w = x.astype(spec.dtype), w_nm.astype(spec.dtype)
+    return _product(x, w, 0, spec.precision, spec.out_sharding), (z, w_nm)
 
 
 def _backward(spec: _Spec, residuals: Residuals, dy):
@@ -178,7 +191,9 @@ def _backward(spec: _Spec, residuals: Residuals, dy):
     # The barrier ties decoding to dy: without it XLA may decode in the forward pass
     # and keep the decoded z.
     z, dy = jax.lax.optimization_barrier((z, dy))
-    dx = _product(dy, w_nm.astype(spec.dtype), 1, spec.precision).astype(spec.x_dtype)
+    w = w_nm.astype(spec.dtype)
+    like_x = spec.x.sharding if typed(spec.x) else None
+    dx = _product(dy, w, 1, spec.precision, like_x).astype(spec.x.dtype)
     tokens = tuple(range(dy.ndim - 1))
     with jax.numpy_dtype_promotion("standard"):
         sum_dtype = jnp.promote_types(dy.dtype, spec.sketch.dtype)

@@ -22,8 +22,8 @@ class Linear(nnx.Linear):
     The same arguments, parameters and outputs. Inside `value_and_grad` a kernel in the
     subspace is read through `jaxcompact.linear`; everywhere else this is Flax's layer.
 
-    Raises ValueError if a kernel in the subspace meets ``dot_general``,
-    ``preferred_element_type`` or ``out_sharding``: the sketch does not know them.
+    Raises ValueError if a kernel in the subspace meets ``dot_general`` or
+    ``preferred_element_type``: the sketch does not know them.
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -40,14 +40,19 @@ class Linear(nnx.Linear):
         if (
             self.dot_general is not lax.dot_general
             or self.preferred_element_type is not None
-            or out_sharding is not None
         ):
             raise ValueError(
-                f"dot_general, preferred_element_type and out_sharding must be left at "
-                f"their defaults for {kernel.path!r}, which is in the subspace"
+                f"dot_general and preferred_element_type must be left at their "
+                f"defaults for {kernel.path!r}, which is in the subspace"
             )
-        bias = None if self.bias is None else self.bias.get_value()
-        return linear(inputs, kernel, bias, dtype=self.dtype, precision=self.precision)
+        return linear(
+            inputs,
+            kernel,
+            None if self.bias is None else self.bias.get_value(),
+            dtype=self.dtype,
+            precision=self.precision,
+            out_sharding=out_sharding,
+        )
 
 
 def value_and_grad(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxcompact.kernels.explicit import laid_as
 from jaxcompact.paths import path_name
 from jaxcompact.subspace import Slot, Subspace, require_subspace
 
@@ -137,7 +138,7 @@ def in_subspace(
 
             def lift(key, n_rm):
                 w_nm = slot.projection.lift(key, n_rm, slot.width)
-                return (scale * w_nm).astype(param.dtype)
+                return laid_as((scale * w_nm).astype(param.dtype), param)
 
             return slot.map_layers(lift, key, generation, update)
 
@@ -255,9 +256,11 @@ def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
         slot = slots.get(path_name(path))
         if slot is None:
             return param
-        return slot.map_layers(
-            lambda k, w_nm: slot.projection.project(k, w_nm.T).T, key, generation, param
-        )
+
+        def project(key, w_nm):
+            return laid_as(slot.projection.project(key, w_nm.T).T, w_nm)
+
+        return slot.map_layers(project, key, generation, param)
 
     return jax.tree.map_with_path(sketched, params)
 
@@ -274,8 +277,8 @@ def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
 
         def transfer(old_key, new_key, m_rm):
             w_nm = slot.projection.lift(old_key, m_rm, slot.width)
-            m_rm = slot.projection.project(new_key, w_nm.T).T
-            return m_rm * (slot.rank / slot.width)
+            new_rm = slot.projection.project(new_key, w_nm.T).T
+            return laid_as(new_rm * (slot.rank / slot.width), m_rm)
 
         new_keys = slot.keys(key, new)
         return slot.map_layers(transfer, key, old, new_keys, m)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Literal, get_args
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.codecs import Quantized
+from jaxcompact.kernels.explicit import gathered, laid_as, without
+from jaxcompact.kernels.quantize.reference import join_groups, split_groups
 
 Kind = Literal["gaussian", "rademacher", "sparse", "countsketch", "orthonormal"]
 
@@ -166,32 +169,49 @@ class Projection:
 
     def project(self, key: jax.Array, x: jax.Array) -> jax.Array:
         """``z = x P`` over the last axis of ``x[..., n]``, in x's dtype."""
-        n = x.shape[-1]
-        if self.blocks > 1:
-            x = x.reshape(*x.shape[:-1], self.blocks, n // self.blocks)
-            project = jax.vmap(self._part(n).project, (0, -2), -2)
-            z = project(self._keys(key), x)
-            return z.reshape(*z.shape[:-2], self.rank_of(n))
-        if self.kind == "countsketch":
-            r = self.rank_of(n)
-            x = x * jnp.expand_dims(_signs(key, n, x.dtype), range(x.ndim - 1))
-            rows = -(-n // r)
-            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rows * r - n)])
-            return x.reshape(*x.shape[:-1], rows, r).sum(axis=-2)
-        return x @ self.matrix(key, n).astype(x.dtype)
+        return self._projected(self._drawn(key, x.shape[-1], x.dtype), x)
 
     def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
         """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype."""
+        return self._lifted(self._drawn(key, width, sketch.dtype), sketch, width)
+
+    def _drawn(self, key: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
+        """What P is made of: P itself, or signs; of each block."""
         if self.blocks > 1:
-            part, outputs = self._part(width), sketch.shape[-1]
-            parts = sketch.reshape(self.blocks, part.rank, outputs)
-            n = width // self.blocks
-            lifted = jax.vmap(lambda k, s: part.lift(k, s, n))(self._keys(key), parts)
-            return lifted.reshape(width, outputs)
+            part = self._part(width)
+            draw = partial(part._drawn, width=width // self.blocks, dtype=dtype)
+            return jax.vmap(draw)(self._keys(key))
+        if self.kind == "countsketch":
+            return jax.random.rademacher(key, (width,), dtype)
+        return self.matrix(key, width).astype(dtype)
+
+    def _projected(self, drawn: jax.Array, x: jax.Array) -> jax.Array:
+        n, r = x.shape[-1], self.rank_of(x.shape[-1])
+        if self.blocks > 1:
+            x = split_groups(x, group=n // self.blocks, axis=-1)
+            drawn = laid_as(drawn, x, (-2, *[None] * (drawn.ndim - 1)))
+            project = jax.vmap(self._part(n)._projected, (0, -2), -2)
+            return join_groups(project(drawn, x), axis=-1)
+        if self.kind == "countsketch":
+            x = x * jnp.expand_dims(drawn, range(x.ndim - 1))
+            if n % r:
+                x = gathered(x, -1)
+                x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % r)])
+            return split_groups(x, group=r, axis=-1).sum(axis=-2)
+        return jnp.matmul(x, drawn, out_sharding=without(x, -1))
+
+    def _lifted(self, drawn: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
+        if self.blocks > 1:
+            part = self._part(width)
+            parts = split_groups(sketch, group=part.rank, axis=-2)
+            drawn = laid_as(drawn, parts, (-3, *[None] * (drawn.ndim - 1)))
+            lift = partial(part._lifted, width=width // self.blocks)
+            return join_groups(jax.vmap(lift)(drawn, parts), axis=-2)
+        sketch = gathered(sketch, -2)
         if self.kind == "countsketch":
             sketch = jnp.tile(sketch, (-(-width // len(sketch)), 1))[:width]
-            return sketch * _signs(key, width, sketch.dtype)[:, None]
-        return self.matrix(key, width).astype(sketch.dtype) @ sketch
+            return sketch * drawn[:, None]
+        return drawn @ sketch
 
     def _part(self, width: int) -> "Projection":
         return replace(self, rank=self.rank_of(width) // self.blocks, blocks=1)
@@ -199,7 +219,3 @@ class Projection:
     def _keys(self, key: jax.Array) -> jax.Array:
         numbers = jnp.arange(self.blocks, dtype=jnp.uint32)
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
-
-
-def _signs(key: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
-    return jax.random.rademacher(key, (width,), dtype)

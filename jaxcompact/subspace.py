@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcompact.kernels.explicit import laid_as
 from jaxcompact.linear import SketchedKernel, shared_sketches
 from jaxcompact.paths import path_name
 from jaxcompact.projection import Projection
@@ -236,7 +237,9 @@ def with_sketches(
 
     def zeros(path, leaf):
         slot = slots.get(path_name(path))
-        return leaf if slot is None else jnp.zeros(slot.sketch_shape, leaf.dtype)
+        if slot is None:
+            return leaf
+        return laid_as(jnp.zeros(slot.sketch_shape, leaf.dtype), leaf)
 
     def kernel(path, leaf, weight):
         slot = slots.get(path_name(path))

@@ -72,6 +72,43 @@ def gathered(x: jax.Array, *axes: int) -> jax.Array:
     return x if sharding is None else jax.sharding.reshard(x, sharding)
 
 
+def laid_as(
+    x: jax.Array, other: jax.Array, axes: Sequence[int | None] | None = None
+) -> jax.Array:
+    """``x``, whose axes are shared as those of ``other`` are, where that divides x's.
+
+    ``axes``: which one of other's for each of x's; by default its last ones.
+    """
+    if not typed(other):
+        return x
+    mesh, spec = sharding_of(other).mesh, sharding_of(other).spec
+
+    def dividing(size: int, axis: int | None) -> Any:
+        if axis is None or size % math.prod(mesh.shape[n] for n in names([spec[axis]])):
+            return None
+        return spec[axis]
+
+    kept = jax.P(*map(dividing, x.shape, range(-x.ndim, 0) if axes is None else axes))
+    return jax.sharding.reshard(x, jax.NamedSharding(mesh, kept))
+
+
+def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """``weight``, gathered over what of the mesh shares all but x's last axis.
+
+    What shares the tokens can't share the weight that they are multiplied by.
+    """
+    tokens = set(names(sharding_of(x).spec[:-1]))
+
+    def left(shared: Any) -> Any:
+        return tuple(name for name in names([shared]) if name not in tokens) or None
+
+    sharding = sharding_of(weight)
+    if tokens.isdisjoint(names(sharding.spec)):
+        return weight
+    kept = jax.P(*map(left, sharding.spec))
+    return jax.sharding.reshard(weight, jax.NamedSharding(sharding.mesh, kept))
+
+
 def without(x: jax.Array, *axes: int) -> jax.NamedSharding | None:
     """How x lies, but that none of ``axes`` is shared; None if none is."""
     sharding = jax.typeof(x).sharding

@@ -1,0 +1,163 @@
+"""Compressed layers under explicit sharding: a step as on one device."""
+
+from contextlib import nullcontext
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcompact as jc
+from jaxcompact import nnx as cnnx
+from jaxcompact.memory.collectives import collectives
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+# How devices (data, tensor) share the layers' kernels, up and down, and x's examples.
+LAYOUTS = {
+    "copies": ((), (), "data"),
+    "tensor parallel": ((None, None, "tensor"), (None, "tensor"), "data"),
+    "fsdp": (
+        (None, ("data", "tensor")),
+        (None, None, ("data", "tensor")),
+        ("data", "tensor"),
+    ),
+    "fsdp and tensor": (
+        (None, "data", "tensor"),
+        (None, "tensor", "data"),
+        "data",
+    ),
+}
+# Of down's 96 inputs 24 columns: parts of 48 hold whole rows of a countsketch.
+PROJECTIONS = {
+    "countsketch": jc.Projection(0.25, "countsketch"),
+    "countsketch, a last row in part": jc.Projection(20, "countsketch"),
+    "gaussian, 8 bits": jc.Projection(16, codec=jc.Quantized(8)),
+    "orthonormal, two blocks": jc.Projection(16, "orthonormal", blocks=2),
+    "countsketch, two blocks": jc.Projection(16, "countsketch", blocks=2),
+    "sparse": jc.Projection(16, "sparse"),
+}
+SHAPES = {"up": (3, 64, 96), "down": (3, 96, 64)}
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+
+
+def loss(params, x):
+    of_x = jax.typeof(x).sharding if not jax.typeof(x).sharding.mesh.empty else None
+
+    def layer(x, kernels):
+        h = jax.nn.silu(jc.linear(x, kernels["up"]))
+        return x + jc.linear(h, kernels["down"], out_sharding=of_x), None
+
+    return jnp.sum(jnp.sin(jax.lax.scan(layer, x, params)[0]))
+
+
+def training(projection):
+    subspace = jc.Subspace({".*": projection}, jax.random.key(0), period=1)
+    optimizer = jc.subspace_adamw(1e-2, subspace, moment="transfer")
+
+    def step(params, state, x):
+        count = jc.update_count(state)
+        value, grads = jc.value_and_grad(loss, subspace)(params, x, step=count)
+        updates, state = optimizer.update(grads, state, params)
+        return value, grads, optax.apply_updates(params, updates), state
+
+    return optimizer.init, step
+
+
+def params_and_x():
+    params = {k: normal(i, *shape) for i, (k, shape) in enumerate(SHAPES.items())}
+    return params, normal(9, 8, 5, 64)
+
+
+def two_steps(projection, params, x):
+    init, step = map(jax.jit, training(projection))
+    value, _, params, state = step(params, init(params), x)
+    again, grads, params, state = step(params, state, x)
+    return (value, again, grads, params, state)
+
+
+@cache
+def on_one_device(name):
+    return jax.device_get(two_steps(PROJECTIONS[name], *params_and_x()))
+
+
+def shared(layout, set_mesh=True):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    up, down, batch = LAYOUTS[layout]
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    params, x = params_and_x()
+    params = {"up": put(params["up"], *up), "down": put(params["down"], *down)}
+    return jax.set_mesh(mesh) if set_mesh else nullcontext(), params, put(x, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *[("countsketch", layout) for layout in LAYOUTS],
+        *[(name, "fsdp and tensor") for name in PROJECTIONS if name != "countsketch"],
+        ("gaussian, 8 bits", "tensor parallel"),
+    ],
+)
+def test_two_steps_are_those_of_one_device(name, layout):
+    """Half of the projections on a mesh that is set, half that arrays alone know."""
+    context, params, x = shared(layout, list(PROJECTIONS).index(name) % 2 == 0)
+    with context:
+        found = two_steps(PROJECTIONS[name], params, x)
+    _, _, grads, updated, _ = found
+    for key, kernel in params.items():
+        for like in (grads[key], updated[key]):
+            assert like.sharding.is_equivalent_to(kernel.sharding, 3)
+
+    def close(a, b):
+        # Sums in another order; a code of 8 bits may turn, a sign of Adam's may not.
+        np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max() + 1e-7)
+
+    jax.tree.map(close, jax.device_get(found), on_one_device(name))
+
+
+def test_gradients_are_summed_as_sketches():
+    """Of copies of the weights nothing else is sent but the loss."""
+    context, params, x = shared("copies")
+    init, step = training(PROJECTIONS["countsketch"])
+    with context:
+        state = jax.jit(init)(params)
+        text = jax.jit(step).lower(params, state, x).compile().as_text()
+    ranks = {"up": 16, "down": 24}
+    sketches = sum(4 * layers * ranks[k] * m for k, (layers, _, m) in SHAPES.items())
+    assert collectives(text) == {"all-reduce": sketches + 4}
+
+
+def test_the_layer_of_nnx_knows_how_its_output_lies():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    model = cnnx.Linear(64, 32, rngs=nnx.Rngs(0))
+    subspace = jc.Subspace({"kernel": jc.Projection(16)}, jax.random.key(0))
+    graphdef, params = nnx.split(model)
+    x = normal(1, 8, 64)
+
+    def gradient(params, x, out=None):
+        def loss(model):
+            return jnp.sum(jnp.sin(model(x, out_sharding=out)))
+
+        return cnnx.value_and_grad(loss, subspace)(nnx.merge(graphdef, params), step=0)
+
+    value, expected = jax.jit(gradient)(params, x)
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, PartitionSpec("tensor"))
+        params["kernel"].set_value(jax.device_put(params["kernel"].get_value(), place))
+        x = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "tensor")))
+        out = PartitionSpec("data")
+        found = jax.jit(gradient, static_argnums=2)(params, x, out)
+    np.testing.assert_allclose(found[0], value, rtol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[1], expected
+    )
