@@ -105,6 +105,24 @@ def test_channels(spec, part, parts):
     assert parts == ({} if part[1] == 50 else {"quantize": part, "dequantize": part})
 
 
+def test_within_a_shard_map_over_another_axis(parts):
+    x = data((4, 64, 2, 16), jnp.bfloat16)
+    how = {"bits": 4, "group": 64, "axis": -3}
+    expected = jax.jit(lambda x: quantize(x, **how))(x)
+    here = on_mesh(x, P("a", None, "b"), EXPLICIT)
+
+    def of_half(x):
+        assert jax.typeof(x).shape == (2, 64, 2, 16)
+        return quantize(x, **how, **KERNEL)
+
+    with jax.set_mesh(here.sharding.mesh):
+        run = jax.shard_map(
+            of_half, in_specs=P("a"), out_specs=P("a"), axis_names={"a"}
+        )
+        same(jax.jit(run)(here), expected)
+    assert parts == {"quantize": (2, 64, 16)}
+
+
 @pytest.mark.parametrize("set_mesh", MESH.values(), ids=MESH)
 @pytest.mark.parametrize(
     ("spec", "part"), [(P("a", "b"), (24, 256)), (P("b", None, "a"), (48, 128))]
