@@ -68,8 +68,11 @@ def lower(
     if not jitted:
         step = jax.jit(step, donate_argnums=() if donate is None else donate)
     mesh, args = _placed(args, device, devices)
+    # In the place of the devices that the caller's `jax.set_mesh` names.
+    none_set = jax.sharding.get_mesh().empty
+    abstract = jax.sharding.use_abstract_mesh
     try:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with abstract(mesh.abstract_mesh) if none_set else jax.set_mesh(mesh):
             return step.trace(*args).lower(lowering_platforms=(device.platform,))
     except RuntimeError as error:
         if "cuDNN not found" in str(error) or "cuDNN is not detected" in str(error):

@@ -252,7 +252,13 @@ def scan_step(
             return sum(jnp.sum(y, dtype=jnp.float32) for y in jax.tree.leaves(x))
 
         def stacked(x):
-            return jax.ShapeDtypeStruct((layers, *x.shape), x.dtype)
+            sharding = getattr(x, "sharding", None)
+            if isinstance(sharding, jax.NamedSharding):
+                spec = jax.P(None, *sharding.spec)
+                sharding = jax.NamedSharding(sharding.mesh, spec)
+            else:
+                sharding = None
+            return jax.ShapeDtypeStruct((layers, *x.shape), x.dtype, sharding=sharding)
 
         trained = [jax.tree.map(stacked, args[n]) for n in sorted(numbers)]
         others = {n: args[n] for n in rest}

@@ -235,6 +235,23 @@ def test_arrays_on_a_mesh_of_this_machine():
     assert (found.devices, found.peak_bytes) == (4, 2 * 4 * 64 * 64 // 4)
 
 
+def test_while_a_mesh_of_this_machine_is_set():
+    """`jax.set_mesh` is left in place; types are the step's own."""
+    mesh = jax.make_mesh((4,), ("data",))
+    x = jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, PartitionSpec("data")))
+
+    def step(x):
+        return jax.sharding.reshard(2 * x, PartitionSpec(None, "data"))
+
+    with jax.set_mesh(mesh):
+        found = jc.memory.peak(step, x)
+        assert jax.sharding.get_mesh() == mesh
+    assert found.devices == 4
+    assert (
+        found.peak_bytes == jc.memory.peak(step, x).peak_bytes >= 2 * 4 * 64 * 64 // 4
+    )
+
+
 def test_random_keys_are_arguments():
     keys = S((), jax.random.key(0).dtype)
     found = jc.memory.peak(lambda key: jax.random.normal(key, (1024,)), keys)

@@ -284,6 +284,33 @@ def test_arguments_lie_on_several_devices(tmp_path, monkeypatch):
     assert found.seconds == 0 and len(lines) == 1  # 512 MiB, and 457 beside them
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_weights_lie_on_several_devices(kind):
+    """Each of two has half of the layers' weights, and of their gradients."""
+    types = (jax.sharding.AxisType[kind],)
+    mesh = jax.sharding.AbstractMesh((2,), ("tensor",), axis_types=types)
+
+    def shared(x, *spec):
+        place = jax.NamedSharding(mesh, jax.P(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def of_types(params, x):
+        place = jax.typeof(x).sharding
+        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        h = jax.nn.silu(y @ params["gate"]) * (y @ params["up"])
+        return x + jnp.matmul(h, params["down"], out_sharding=place)
+
+    params = {name: shared(PARAMS[name], None, "tensor") for name in ("gate", "up")}
+    params["down"] = shared(PARAMS["down"], "tensor")
+    fun = of_types if kind == "Explicit" else block
+    [step, args] = search.scan_step(fun, (params, shared(X)), LAYERS, 0)(jc.Policy())
+    weights = LAYERS * 3 * 2 * D * FF
+    found = jc.memory.peak(step, *args)
+    assert found.breakdown["inputs"] == weights // 2 + 2 * X.size
+    pointers = 3 * 8
+    assert found.breakdown["outputs"] == weights // 2 + pointers
+
+
 def test_a_step_without_a_block():
     def make_step(policy):
         return jnp.sin, (X,)
