@@ -216,6 +216,27 @@ MUTATIONS = [
         "True for",
         "tests/test_sums.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
     ),
+    Mutation(
+        "devices' weight gradients are averaged instead of added",
+        "kernels/weight_gradient/api.py",
+        "jax.lax.psum(",
+        "jax.lax.pmean(",
+        "tests/kernels/test_explicit.py::test_gradients_of_weights",
+    ),
+    Mutation(
+        "a device has part of a group",
+        "kernels/quantize/devices.py",
+        "% (group * parts)",
+        "% group",
+        "tests/kernels/test_devices.py::test_bits_are_those_of_one_device",
+    ),
+    Mutation(
+        "sketches, moments and updates do not lie as their kernels do",
+        "kernels/explicit.py",
+        "    if not typed(other):",
+        "    if True:",
+        "tests/test_linear_devices.py::test_two_steps_are_those_of_one_device",
+    ),
 ]
 
 

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
-from jaxcompact.kernels.explicit import names, on_parts, part, sharding_of, typed
+from jaxcompact.kernels.explicit import (
+    gathered,
+    names,
+    on_parts,
+    part,
+    sharding_of,
+    typed,
+)
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.kernels.weight_gradient import reference
 
@@ -83,7 +90,7 @@ def weight_gradient(
     def _(size, batched, *args):
         # One example after another: each has a weight of its own.
         args = [
-            a if b else jnp.broadcast_to(a, (size, *a.shape))
+            gathered(a, 0) if b else jnp.broadcast_to(a, (size, *a.shape))
             for a, b in zip(args, batched, strict=True)
         ]
         return jax.lax.map(lambda a: kernel(*a), args), True

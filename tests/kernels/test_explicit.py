@@ -179,6 +179,25 @@ def test_gradients_of_weights(of_x, of_dy, part, out, parts):
         )
 
 
+def test_gradients_of_each_example_of_a_shared_batch(parts):
+    x, dy = pair(4, 64, 128)
+    how = {"bits": 4, "group": 64, "size": 128, "dtype": x.dtype}
+    how["preferred_element_type"] = jnp.float32
+
+    def gradients(codes, stored, dy, **which):
+        def gradient(codes, stored, dy):
+            return weight_gradient(codes, stored, None, dy, **how, **which)
+
+        return jax.jit(jax.vmap(gradient))(codes, stored, dy)
+
+    codes, stored, _ = jax.jit(lambda x: reference.quantize(x, bits=4, group=64))(x)
+    expected = gradients(codes, stored, dy)
+    here = [on_mesh(a, P("a", "b"), EXPLICIT) for a in (codes, stored, dy)]
+    found = gradients(*here, **KERNEL)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * 2.0**-24 * 5 * 8)
+    assert parts == {"weigh": (128, (32, 128))}
+
+
 def test_gradients_of_one_width_shared_over_one_axis_are_xlas(parts):
     x = jnp.ones((4, 64, 128), jnp.bfloat16)
     how = {"bits": 4, "group": 64, "size": 128, "dtype": x.dtype}
