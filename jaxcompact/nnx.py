@@ -11,6 +11,7 @@ from jax import lax
 from jaxcompact import subspace as functional
 from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
+from jaxcompact.kernels.explicit import typed
 from jaxcompact.linear import SketchedKernel, linear
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.subspace import Subspace
@@ -20,7 +21,8 @@ class Linear(nnx.Linear):
     """`flax.nnx.Linear` that can train in a subspace.
 
     The same arguments, parameters and outputs. Inside `value_and_grad` a kernel in the
-    subspace is read through `jaxcompact.linear`; everywhere else this is Flax's layer.
+    subspace is read through `jaxcompact.linear`, and so is one whose type says how
+    devices share it; everywhere else this is Flax's layer.
 
     Raises ValueError if a kernel in the subspace meets ``dot_general`` or
     ``preferred_element_type``: the sketch does not know them.
@@ -35,12 +37,13 @@ class Linear(nnx.Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         kernel = self.kernel.get_value()
-        if not isinstance(kernel, SketchedKernel):
-            return super().__call__(inputs, out_sharding)
-        if (
+        special = (
             self.dot_general is not lax.dot_general
             or self.preferred_element_type is not None
-        ):
+        )
+        if not isinstance(kernel, SketchedKernel) and (special or not typed(kernel)):
+            return super().__call__(inputs, out_sharding)
+        if special:
             raise ValueError(
                 f"dot_general and preferred_element_type must be left at their "
                 f"defaults for {kernel.path!r}, which is in the subspace"

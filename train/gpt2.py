@@ -28,7 +28,7 @@ from layers import (
     scan_layers,
     stacked_layers,
 )
-from sharding import of_batch
+from sharding import of_batch, rows
 
 
 class Text(NamedTuple):
@@ -52,7 +52,7 @@ class Embed(nnx.Module):
 
     def __call__(self, tokens_bt: jax.Array) -> jax.Array:
         # The cast comes last, as in llama.Embed.
-        x_btd = jnp.take(self.embedding[...], tokens_bt, axis=0)
+        x_btd = rows(self.embedding[...], tokens_bt)
         x_btd += self.position[: tokens_bt.shape[1]][None]
         return x_btd.astype(self.dtype)
 

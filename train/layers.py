@@ -13,11 +13,11 @@ from flax import nnx
 
 import jaxcompact as jc
 from loss import next_token_loss
-from sharding import of_batch
+from sharding import of_batch, product
 
 Checkpoint = jc.Policy | Callable[..., Any] | Literal["nothing"] | None
 
-split = partial(of_batch, last="tensor")  # over the devices of tensor parallelism
+split = partial(product, last="tensor")  # over the devices of tensor parallelism
 
 
 class LayerNorm(nnx.Module):
@@ -150,9 +150,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x_btd: jax.Array, **mask: Any) -> jax.Array:
         heads = (*x_btd.shape[:2], -1, self.head_dim)
-        operands = (split(f(x_btd)).reshape(heads) for f in (self.q, self.k, self.v))
+        operands = (split(f, x_btd).reshape(heads) for f in (self.q, self.k, self.v))
         mixed_bthk = attend(self.implementation, *operands, **mask)
-        return of_batch(self.o(split(mixed_bthk.reshape(x_btd.shape))))
+        return product(self.o, of_batch(mixed_bthk.reshape(x_btd.shape), "tensor"))
 
 
 class MLP(nnx.Module):
@@ -164,8 +164,8 @@ class MLP(nnx.Module):
         self.tanh = tanh
 
     def __call__(self, x_btd: jax.Array) -> jax.Array:
-        x_btf = jax.nn.gelu(split(self.up(x_btd)), approximate=self.tanh)
-        return of_batch(self.down(x_btf))
+        x_btf = jax.nn.gelu(split(self.up, x_btd), approximate=self.tanh)
+        return product(self.down, x_btf)
 
 
 class Decoder(nnx.Module):

@@ -24,7 +24,7 @@ from layers import (
     split,
     stacked_layers,
 )
-from sharding import of_batch
+from sharding import of_batch, product, rows
 
 
 class RMSNorm(nnx.Module):
@@ -50,7 +50,7 @@ class Embed(nnx.Module):
     def __call__(self, tokens_bt: jax.Array) -> jax.Array:
         # The cast comes last, so that a frequent token's gradients are summed in the
         # parameters' dtype. An id outside the vocabulary gives NaN.
-        return jnp.take(self.embedding[...], tokens_bt, axis=0).astype(self.dtype)
+        return rows(self.embedding[...], tokens_bt).astype(self.dtype)
 
 
 def rope_tables(
@@ -82,11 +82,11 @@ class Attention(nnx.Module):
 
     def __call__(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         heads = (*x_btd.shape[:2], -1, self.head_dim)
-        q_bthk = rope(split(self.q(x_btd)).reshape(heads), cos, sin)
-        k_bthk = rope(split(self.k(x_btd)).reshape(heads), cos, sin)
-        v_bthk = split(self.v(x_btd)).reshape(heads)
+        q_bthk = rope(split(self.q, x_btd).reshape(heads), cos, sin)
+        k_bthk = rope(split(self.k, x_btd).reshape(heads), cos, sin)
+        v_bthk = split(self.v, x_btd).reshape(heads)
         mixed_bthk = attend(self.implementation, q_bthk, k_bthk, v_bthk, is_causal=True)
-        return of_batch(self.o(split(mixed_bthk.reshape(x_btd.shape))))
+        return product(self.o, of_batch(mixed_bthk.reshape(x_btd.shape), "tensor"))
 
 
 class MLP(nnx.Module):
@@ -98,8 +98,8 @@ class MLP(nnx.Module):
         self.down = linear(cfg.ff, cfg.width)
 
     def __call__(self, x_btd: jax.Array) -> jax.Array:
-        gate, up = split(self.gate(x_btd)), split(self.up(x_btd))
-        return of_batch(self.down(jax.nn.silu(gate) * up))
+        gate, up = split(self.gate, x_btd), split(self.up, x_btd)
+        return product(self.down, jax.nn.silu(gate) * up)
 
 
 class Block(nnx.Module):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import sharding
+from jaxcompact.kernels.explicit import laid_as, typed
 
 # Of a device's float32 logits, where the caller names no chunk count. Each chunk reads
 # and writes the sum of the matrix' gradients, in float32: fewer chunks, fewer bytes.
@@ -108,9 +109,16 @@ def _forward(hidden_cbtd, kernel_dv, targets_cbt):
             dlogits_btv *= jnp.where(targets_bt >= 0, weight, 0)[..., None]
             # In the computation's dtype: both products below are then fast ones.
             dlogits_btv = dlogits_btv.astype(dtype)
-        dhidden_btd = jnp.einsum("btv,dv->btd", dlogits_btv, w_dv)
+        of_hidden = sharding.type_of(hidden_btd.shape, sharding.BATCH, None, None)
+        dhidden_btd = jnp.einsum(
+            "btv,dv->btd", dlogits_btv, w_dv, out_sharding=of_hidden
+        )
         dw_dv += jnp.einsum(
-            "btd,btv->dv", hidden_btd, dlogits_btv, preferred_element_type=jnp.float32
+            "btd,btv->dv",
+            hidden_btd,
+            dlogits_btv,
+            preferred_element_type=jnp.float32,
+            out_sharding=sharding.type_of(w_dv.shape, None, "tensor"),
         )
         return (total + losses_bt.sum(), _gathered(dw_dv)), dhidden_btd
 
@@ -119,7 +127,8 @@ def _forward(hidden_cbtd, kernel_dv, targets_cbt):
         chunk, start, (hidden_cbtd, targets_cbt)
     )
     # Or XLA keeps the float32 sum, and casts when it is read.
-    gradients = dhidden_cbtd, _gathered(dw_dv).astype(kernel_dv.dtype)
+    dw_dv = laid_as(_gathered(dw_dv).astype(kernel_dv.dtype), kernel_dv)
+    gradients = dhidden_cbtd, dw_dv
     return total * weight, jax.lax.optimization_barrier(gradients)
 
 
@@ -143,7 +152,11 @@ def _cross_entropy(hidden_btd, kernel_dv, targets_bt):
     logits_btv = jnp.matmul(hidden_btd, kernel_dv, preferred_element_type=jnp.float32)
     lse_bt = jax.nn.logsumexp(logits_btv, axis=-1)
     ids_bt1 = jnp.maximum(targets_bt, 0)[..., None]
-    picked_bt = jnp.take_along_axis(logits_btv, ids_bt1, axis=-1)[..., 0]
+    if typed(logits_btv):  # where a column is one device's
+        column = jax.lax.broadcasted_iota(jnp.int32, logits_btv.shape, 2)
+        picked_bt = jnp.sum(jnp.where(column == ids_bt1, logits_btv, 0.0), axis=-1)
+    else:
+        picked_bt = jnp.take_along_axis(logits_btv, ids_bt1, axis=-1)[..., 0]
     return logits_btv, lse_bt, jnp.where(targets_bt >= 0, lse_bt - picked_bt, 0)
 
 

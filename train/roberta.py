@@ -30,6 +30,7 @@ from layers import (
 )
 from loss import next_token_loss
 from masking import mask_words
+from sharding import rows
 
 
 class Examples(NamedTuple):
@@ -63,8 +64,8 @@ class Embed(nnx.Module):
         real_bt = (tokens_bt != self.pad_id).astype(jnp.int32)
         position_bt = jnp.cumsum(real_bt, axis=1) * real_bt + self.pad_id
         # The casts come last, as in llama.Embed.
-        x_btd = jnp.take(self.embedding[...], tokens_bt, axis=0)
-        x_btd += jnp.take(self.position[...], position_bt, axis=0)
+        x_btd = rows(self.embedding[...], tokens_bt)
+        x_btd += rows(self.position[...], position_bt)
         x_btd += self.segment[...][None]
         return self.norm(x_btd).astype(self.dtype)
 

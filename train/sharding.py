@@ -10,7 +10,7 @@ which numbers a run finds does not depend on the mesh, up to the order of sums.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -114,9 +114,37 @@ def laid_out(x: jax.Array, *axes: Any) -> jax.Array:
     mesh = in_force()
     if mesh is None:
         return x
-    pairs = zip(axes, x.shape, strict=True)
-    spec = P(*(_dividing(names, size, mesh) for names, size in pairs))
+    spec = _spec(x.shape, axes, mesh)
+    if mesh.are_all_axes_explicit:
+        return jax.sharding.reshard(x, spec)
     return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _spec(shape: tuple[int, ...], axes: Sequence[Any], mesh: Any) -> P:
+    pairs = zip(axes, shape, strict=True)
+    return P(*(_dividing(names, size, mesh) for names, size in pairs))
+
+
+def type_of(shape: tuple[int, ...], *axes: Any) -> P | None:
+    """What explicit sharding asks for: how a result lies; None without it."""
+    mesh = in_force()
+    if mesh is None or not mesh.are_all_axes_explicit:
+        return None
+    return _spec(shape, axes, mesh)
+
+
+def product(linear: Any, x: jax.Array, last: str | None = None) -> jax.Array:
+    """A layer's ``linear(x)``, which lies as `of_batch` says."""
+    axes = BATCH, *(None,) * (x.ndim - 2), last
+    out = type_of((*x.shape[:-1], linear.out_features), *axes)
+    return laid_out(linear(x, out_sharding=out), *axes)
+
+
+def rows(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
+    """``table[ids]``, of a batch; NaN for an id that the table does not have."""
+    shape = (*ids.shape, table_vd.shape[-1])
+    out = type_of(shape, BATCH, *(None,) * ids.ndim)
+    return table_vd.at[ids].get(mode="fill", out_sharding=out)
 
 
 def of_batch(x: jax.Array, last: str | None = None) -> jax.Array:

@@ -23,7 +23,8 @@ def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int]:
     activations between the linears) is the same for all methods and not in them.
     """
     state = training.abstract
-    _, gradients = jax.eval_shape(training.gradients, state, batches)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batches)
+    _, gradients = jax.eval_shape(training.gradients, state, shapes)
     return {
         "gradient_bytes": _size(gradients),
         "optimizer_bytes": _size(state.opt_state),

@@ -15,6 +15,7 @@ import methods
 from configs import GPT2Config, ModelConfig, RobertaConfig
 from dropout import noise_of
 from gpt2 import Gpt2, Text
+from jaxcompact.kernels.explicit import laid_as
 from llama import Llama
 from methods import Method
 from roberta import Roberta
@@ -121,7 +122,8 @@ class Training:
             ), None
 
         zeros = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(of, first)
+            lambda x: laid_as(jnp.zeros(x.shape, jnp.float32), x),
+            jax.eval_shape(of, first),
         )
         total, _ = jax.lax.scan(add, zeros, batches)
         return jax.tree.map(lambda x: x / count, total)

@@ -21,8 +21,8 @@ CFG = ModelConfig(vocab_size=64, width=32, ff=64, layers=2, heads=4)
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
-def make(name: str, **keywords) -> Training:
-    return Training(CFG, Method(name, **keywords), optax.constant_schedule(1e-2))
+def make(name: str, cfg: ModelConfig = CFG, **keywords) -> Training:
+    return Training(cfg, Method(name, **keywords), optax.constant_schedule(1e-2))
 
 
 @pytest.mark.parametrize(
@@ -148,3 +148,41 @@ def test_tensor_parallel_projections_send_nothing_where_they_are_in_blocks():
     sketch = 4 * CFG.layers * 8 * 16 * CFG.ff // 4  # of 8 x 16 tokens, float32
     whole, _, _ = sent("compact", "tensor=4")
     assert whole["all-reduce"] - exact["all-reduce"] == sketch
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"checkpoint": "int4"}, {"name": "compact", "bits": 8}],
+    ids=["exact", "int4", "compact"],
+)
+def test_where_types_say_how_arrays_lie(keywords):
+    """Explicit axes: the step that XLA splits by itself, and no more is sent.
+
+    A device has whole groups of 64, and a head.
+    """
+    cfg = ModelConfig(vocab_size=64, width=128, ff=256, layers=2, heads=2)
+    job = make(**{"name": "exact", "cfg": cfg} | keywords)
+    by_xla = sharding.make_mesh("fsdp=2,tensor=2")
+    kinds = (jax.sharding.AxisType.Explicit,) * 3
+    by_types = jax.make_mesh(by_xla.axis_sizes, by_xla.axis_names, axis_types=kinds)
+    tokens = jax.random.randint(jax.random.key(0), (2, 8, 17), 0, CFG.vocab_size)
+    found = []
+    for mesh in (by_xla, by_types):
+        places = jax.tree.map(lambda x: x.sharding, sharding.placed(job.abstract, mesh))
+        place = jax.NamedSharding(mesh, jax.P(None, sharding.BATCH))
+        with jax.set_mesh(mesh):
+            state = jax.jit(job.init, out_shardings=places)()
+            batches = jax.device_put(tokens, place)
+            lowered = jax.jit(job.step).lower(state, batches)
+            step = lowered.compile()
+            updated, measured = step(state, batches)
+        for leaf, where in zip(
+            jax.tree.leaves(updated.params), jax.tree.leaves(places.params), strict=True
+        ):
+            if mesh is by_types:
+                assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+        found.append((measured, sum(collectives(step.as_text()).values())))
+    (expected, most), (measured, bytes_sent) = found
+    for name, value in expected.items():
+        np.testing.assert_allclose(measured[name], value, rtol=1e-4)
+    assert bytes_sent <= most
