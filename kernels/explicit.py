@@ -10,11 +10,11 @@ import jax
 def typed(x: Any) -> bool:
     """Whether the type, of an array or of what describes one, says how it lies.
 
-    On all axes of the mesh but those of a `jax.shard_map` around it.
+    On all axes of the mesh but those of a `jax.shard_map` around it; also on a mesh of
+    one device, where jax asks for as much.
     """
     mesh = sharding_of(x).mesh
-    devices = math.prod(mesh.shape[axis] for axis in mesh.explicit_axes)
-    return devices > 1 and not mesh.auto_axes
+    return bool(mesh.explicit_axes) and not mesh.auto_axes
 
 
 def part(x: Any) -> tuple[int, ...]:

@@ -88,8 +88,9 @@ def on_one_device(name):
     return jax.device_get(two_steps(PROJECTIONS[name], *params_and_x()))
 
 
-def shared(layout, set_mesh=True):
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+def shared(layout, set_mesh=True, sizes=(2, 2)):
+    count = np.prod(sizes)
+    mesh = jax.make_mesh(sizes, ("data", "tensor"), devices=jax.devices()[:count])
     up, down, batch = LAYOUTS[layout]
 
     def put(x, *spec):
@@ -123,6 +124,17 @@ def test_two_steps_are_those_of_one_device(name, layout):
         np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max() + 1e-7)
 
     jax.tree.map(close, jax.device_get(found), on_one_device(name))
+
+
+@pytest.mark.parametrize("set_mesh", [True, False], ids=["mesh set", "mesh of arrays"])
+@pytest.mark.parametrize("name", ["countsketch", "orthonormal, two blocks"])
+def test_a_mesh_of_one_device(name, set_mesh):
+    """Whose types say as much as those of several."""
+    context, params, x = shared("fsdp and tensor", set_mesh, sizes=(1, 1))
+    init, step = map(jax.jit, training(PROJECTIONS[name]))
+    with context:
+        value, *_ = step(params, init(params), x)
+    np.testing.assert_allclose(value, on_one_device(name)[0], rtol=1e-6)
 
 
 def test_gradients_are_summed_as_sketches():

@@ -104,9 +104,10 @@ def _dividing(axes: Any, size: int, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def in_force() -> jax.sharding.AbstractMesh | None:
-    """The mesh that is traced for (`jax.set_mesh`), if it has several devices."""
+    """The mesh that is traced for (`jax.set_mesh`), if there is something to say."""
     mesh = jax.sharding.get_abstract_mesh()
-    return mesh if mesh.axis_names == AXES and mesh.size > 1 else None
+    to_say = mesh.size > 1 or mesh.are_all_axes_explicit
+    return mesh if mesh.axis_names == AXES and to_say else None
 
 
 def laid_out(x: jax.Array, *axes: Any) -> jax.Array:

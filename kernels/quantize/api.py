@@ -59,7 +59,7 @@ def quantize(
     if seed is None:
         return varying_as(x, batched_in_rows(divided.wrap(kernel))(x))
     # Noise is of an entry's place in its own example, which the kernel does not know.
-    run = jax.custom_batching.custom_vmap(kernel)
+    run = jax.custom_batching.custom_vmap(divided.wrap(kernel))
     of_one = functools.partial(reference.quantize, axis=axis, **fields)
     run.def_vmap(_by(lambda x, seed: of_one(x, seed=seed)))
     seed = jnp.uint32(seed % 2**32 if isinstance(seed, int) else seed)

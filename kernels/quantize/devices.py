@@ -46,8 +46,8 @@ def division(
     """
     if typed(x):
         shape, broken = part(x), None
-        if by_place:
-            broken = "noise is of an entry's place in the array, got a part of one"
+        if by_place and shape != x.shape:
+            broken = f"noise is of places in the array, got {x.shape} as {shape}"
         elif shape[axis] < x.shape[axis]:
             parts = x.shape[axis] // shape[axis]
             if (x.shape[axis] if size is None else size) % (group * parts):
@@ -59,15 +59,16 @@ def division(
 
 
 def _on_parts(kernel: Kernel) -> Kernel:
-    """All axes correspond, those of what is stored too."""
+    """All axes correspond, those of what is stored too; scalars are everywhere."""
 
     def run(*arrays):
         spec = jax.typeof(arrays[0]).sharding.spec
+        specs = [spec if array.ndim else jax.P() for array in arrays]
 
         def of_parts(*parts):
             return varying_as(parts, kernel(*parts))
 
-        return on_parts(of_parts, arrays, [spec] * len(arrays), spec)
+        return on_parts(of_parts, arrays, specs, spec)
 
     return run
 

@@ -208,9 +208,9 @@ def figures(monkeypatch):
     monkeypatch.setattr(choice, "_configs", lambda folder: found)
 
 
-def kernels_on_cards(codec, spec, kind):
-    """That encode and decode a tensor over four absent cards, and the program."""
-    mesh = jax.sharding.AbstractMesh((2, 2), ("a", "b"), axis_types=(kind,) * 2)
+def kernels_on_cards(codec, spec, kind, sizes=(2, 2)):
+    """That encode and decode a tensor over absent cards, and the program."""
+    mesh = jax.sharding.AbstractMesh(sizes, ("a", "b"), axis_types=(kind,) * 2)
     sharding = jax.NamedSharding(mesh, spec)
     x = jax.ShapeDtypeStruct((4, 1024, 512), jnp.bfloat16, sharding=sharding)
 
@@ -245,3 +245,11 @@ def test_xla_encodes_with_noise(kind, figures):
     kernels, text = kernels_on_cards(codec, P("a", "b"), kind)
     assert kernels == 1  # what decodes it
     assert "u8[2,512,256]" in text
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_the_kernel_of_a_card_that_has_all(stochastic, figures):
+    """Alone on an explicit mesh, or with copies: it knows all places."""
+    codec = jc.Quantized(4, stochastic=stochastic)
+    for sizes, spec in (((1, 1), P("a", "b")), ((2, 2), P())):
+        assert kernels_on_cards(codec, spec, EXPLICIT, sizes)[0] == 2
