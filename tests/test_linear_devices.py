@@ -105,7 +105,11 @@ def shared(layout, set_mesh=True, sizes=(2, 2)):
     ("name", "layout"),
     [
         *[("countsketch", layout) for layout in LAYOUTS],
-        *[(name, "fsdp and tensor") for name in PROJECTIONS if name != "countsketch"],
+        *[
+            pytest.param(name, "fsdp and tensor", marks=pytest.mark.slow)
+            for name in PROJECTIONS
+            if name != "countsketch"
+        ],
         ("gaussian, 8 bits", "tensor parallel"),
     ],
 )

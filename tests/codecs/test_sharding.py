@@ -86,7 +86,7 @@ def test_any_layout_is_taken(codec, shape, spec):
     if not codec.supports(x.dtype):
         x = (x > 0).astype(jnp.int32)
     if isinstance(codec, Quantized) and len(shape) < -codec.axis:
-        pytest.skip("it has no such axis")
+        codec = Quantized(codec.bits, codec.group_size)  # it has no such axis
     mesh = jax.make_mesh((2, 2), ("a", "b"))
     sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
 

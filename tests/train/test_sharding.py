@@ -152,8 +152,11 @@ def test_tensor_parallel_projections_send_nothing_where_they_are_in_blocks():
 
 @pytest.mark.parametrize(
     "keywords",
-    [{}, {"checkpoint": "int4"}, {"name": "compact", "bits": 8}],
-    ids=["exact", "int4", "compact"],
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="exact"),
+        pytest.param({"checkpoint": "int4"}, marks=pytest.mark.slow, id="int4"),
+        pytest.param({"name": "compact", "bits": 8}, id="compact"),
+    ],
 )
 def test_where_types_say_how_arrays_lie(keywords):
     """Explicit axes: the step that XLA splits by itself, and no more is sent.
