@@ -1,5 +1,7 @@
 """Next-token cross-entropy whose logits never exist whole."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -152,11 +154,11 @@ def _cross_entropy(hidden_btd, kernel_dv, targets_bt):
     logits_btv = jnp.matmul(hidden_btd, kernel_dv, preferred_element_type=jnp.float32)
     lse_bt = jax.nn.logsumexp(logits_btv, axis=-1)
     ids_bt1 = jnp.maximum(targets_bt, 0)[..., None]
-    if typed(logits_btv):  # where a column is one device's
-        column = jax.lax.broadcasted_iota(jnp.int32, logits_btv.shape, 2)
-        picked_bt = jnp.sum(jnp.where(column == ids_bt1, logits_btv, 0.0), axis=-1)
-    else:
-        picked_bt = jnp.take_along_axis(logits_btv, ids_bt1, axis=-1)[..., 0]
+    pick = partial(jnp.take_along_axis, axis=-1)
+    if typed(ids_bt1):  # no type says how what is picked of shared columns lies
+        place = jax.typeof(ids_bt1).sharding
+        pick = jax.sharding.auto_axes(pick, out_sharding=place)
+    picked_bt = pick(logits_btv, ids_bt1)[..., 0]
     return logits_btv, lse_bt, jnp.where(targets_bt >= 0, lse_bt - picked_bt, 0)
 
 

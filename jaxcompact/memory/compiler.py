@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,17 +68,21 @@ def lower(
     if not jitted:
         step = jax.jit(step, donate_argnums=() if donate is None else donate)
     mesh, args = _placed(args, device, devices)
-    # In the place of the devices that the caller's `jax.set_mesh` names.
-    none_set = jax.sharding.get_mesh().empty
-    abstract = jax.sharding.use_abstract_mesh
     try:
-        with abstract(mesh.abstract_mesh) if none_set else jax.set_mesh(mesh):
+        with _set(mesh):
             return step.trace(*args).lower(lowering_platforms=(device.platform,))
     except RuntimeError as error:
         if "cuDNN not found" in str(error) or "cuDNN is not detected" in str(error):
             message = f"the step calls cuDNN, which is not installed: {INSTALL}"
             raise ImportError(message) from None
         raise
+
+
+def _set(mesh: jax.sharding.Mesh) -> AbstractContextManager:
+    """Also in the place of the devices that the caller's `jax.set_mesh` names."""
+    if jax.sharding.get_mesh().empty:
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    return jax.set_mesh(mesh)
 
 
 def compile_lowered(lowered: Any, device: Device) -> Program:

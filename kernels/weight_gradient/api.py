@@ -103,7 +103,7 @@ def _config(
 ) -> dict | None:
     # Of a device's part, if the arrays' types say it.
     *tokens, columns = part(dy)
-    tokens, size = math.prod(tokens), size * part(codes)[-1] // codes.shape[-1]
+    tokens, here = math.prod(tokens), part(codes)[-1] * 8 // bits
     unit = 16 // stored.dtype.itemsize  # the copy engine's rows of scales: 16 bytes
     broken = None
     if lows is not None:
@@ -117,6 +117,8 @@ def _config(
             f"tokens must be a multiple of {unit}, columns of 64, got {tokens}, "
             f"{size} and {columns}"
         )
+    elif here % 64:
+        broken = f"devices must have whole groups, got {here} columns of one"
     if typed(dy):
         shared = [names([sharding_of(x).spec[-1]]) for x in (codes, dy)]
         if set(shared[0]) & set(shared[1]):
@@ -127,5 +129,5 @@ def _config(
     if config is None:
         return None
     # As many blocks as multiprocessors, of which Hopper's cards have 132.
-    blocks = -(-size // 128) * -(-columns // config["columns"])
+    blocks = -(-here // 128) * -(-columns // config["columns"])
     return config | {"splits": max(1, min(132 // blocks, tokens // 1024))}

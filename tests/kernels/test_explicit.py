@@ -209,6 +209,17 @@ def test_gradients_of_one_width_shared_over_one_axis_are_xlas(parts):
         weight_gradient(*stored, None, dy, **how, **KERNEL)
 
 
+def test_gradients_of_parts_of_groups_are_xlas(parts):
+    x = jnp.ones((4, 64, 128), jnp.bfloat16)
+    how = {"bits": 4, "group": 64, "size": 128, "dtype": x.dtype}
+    how |= {"preferred_element_type": jnp.float32, "out_sharding": None}
+    codes, stored, _ = jax.jit(lambda x: reference.quantize(x, bits=4, group=64))(x)
+    codes = on_mesh(codes, P(None, None, ("a", "b")), EXPLICIT)
+    rest = [on_mesh(a, P(), EXPLICIT) for a in (stored, x)]
+    with pytest.raises(NotImplementedError, match="whole groups, got 32 columns"):
+        weight_gradient(codes, rest[0], None, rest[1], **how, **KERNEL)
+
+
 @pytest.mark.parametrize(
     ("spec", "part"),
     [

@@ -117,6 +117,12 @@ def test_what_the_kernel_does_not_take(change, rule):
         weight_gradient(codes, stored, lows, dy, **change, **KERNEL)
 
 
+def test_of_nothing_there_is_nothing():
+    codes, stored = jnp.zeros((64, 0), jnp.uint8), jnp.zeros((64, 0), jnp.bfloat16)
+    dy = jnp.ones((64, 128), jnp.bfloat16)
+    assert weight_gradient(codes, stored, None, dy, **fields(4, 0)).shape == (0, 128)
+
+
 def test_a_compressed_layer_takes_it():
     """z in 4 bits: one kernel to encode it, one for the sketch's gradient."""
     pytest.importorskip("jax_plugins.xla_cuda13")

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import loss as loss_module
+import sharding
 from loss import next_token_loss
 
 B, T, D, V = 4, 12, 16, 40
@@ -98,6 +99,29 @@ def test_nothing_to_predict_is_a_loss_of_zero(inputs):
 def test_a_target_outside_the_vocabulary_shows(inputs):
     hidden, kernel, targets = inputs
     assert jnp.isnan(next_token_loss(hidden, kernel, targets.at[0, 0].set(V)))
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (1, 2, 2), (1, 1, 1)])
+def test_where_types_say_how_arrays_lie(inputs, sizes):
+    """Explicit axes, of one device too; an id outside shows, and no column's value."""
+    devices = jax.devices()[: math.prod(sizes)]
+    mesh = jax.make_mesh(sizes, sharding.AXES, devices=devices)
+    specs = (sharding.BATCH,), ("fsdp", "tensor"), (sharding.BATCH,)
+    with jax.set_mesh(mesh):
+        here = [
+            jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+            for x, spec in zip(inputs, specs, strict=True)
+        ]
+        value, grads = value_and_grads(next_token_loss, here, chunks=3)
+        hidden, kernel, targets = here
+        outside = jax.device_put(inputs[2].at[0, 0].set(V), targets.sharding)
+        assert jnp.isnan(jax.jit(next_token_loss)(hidden, kernel, outside))
+        for grad, like in zip(grads, here, strict=False):
+            assert grad.sharding.is_equivalent_to(like.sharding, grad.ndim)
+    expected = value_and_grads(next_token_loss, inputs, chunks=3)
+    # Sums of up to V or B T terms in another order.
+    for a, b in zip((value, *grads), (expected[0], *expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=B * T * EPS * np.abs(b).max())
 
 
 def shapes(jaxpr):
