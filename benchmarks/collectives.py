@@ -77,25 +77,11 @@ def program(
         param_dtype=jnp.bfloat16,
         attention="cudnn",
     )
-    mesh = jax.sharding.AbstractMesh(
-        sizes, sharding.AXES, axis_types=(jax.sharding.AxisType.Auto,) * 3
-    )
-    state = sharding.placed(training.abstract, mesh)
-    specs = jax.tree.map(lambda x: x.sharding.spec, state)
-    tokens_abt = jax.ShapeDtypeStruct(
-        (1, batch, seq + 1),
-        jnp.int32,
-        sharding=jax.NamedSharding(mesh, jax.P(None, sharding.BATCH)),
-    )
-
-    def step(state, tokens_abt):
-        state, measured = training.step(state, tokens_abt)
-        return jax.lax.with_sharding_constraint(state, specs), measured
-
+    args = memory.abstract(training, batch, seq, sizes)
     card = devices()["h200"]
-    jitted = jax.jit(step, donate_argnums=0)
-    lowered = compiler.lower(jitted, (state, tokens_abt), card, None, None)
-    return training, tokens_abt, compiler.compile_lowered(lowered, card)
+    jitted = jax.jit(training.step, donate_argnums=0)
+    lowered = compiler.lower(jitted, args, card, None, None)
+    return training, args[1], compiler.compile_lowered(lowered, card)
 
 
 def measure(

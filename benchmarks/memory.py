@@ -39,6 +39,7 @@ import optax  # noqa: E402
 from memory_tables import batches, markdown, matrix, plot  # noqa: E402
 from step import provenance  # noqa: E402
 
+import sharding  # noqa: E402
 from configs import MODELS  # noqa: E402
 from jaxcompact import memory  # noqa: E402
 from methods import CHECKPOINT, Method  # noqa: E402
@@ -163,32 +164,19 @@ def make_step(
         param_dtype=kind,
         attention="cudnn" if kind.itemsize == 2 and "tpu" not in device else "xla",
     )
-    tokens = jax.ShapeDtypeStruct((1, batch, seq + 1), jnp.int32)
-    args = training.abstract, tokens
-    if devices > 1:
-        mesh = jax.sharding.AbstractMesh(
-            (devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-        )
-        state = jax.tree.map(lambda x: _sharded(x, _first(x, devices), mesh), args[0])
-        args = state, _sharded(tokens, 1, mesh)
+    args = abstract(training, batch, seq, (1, devices, 1))
     return jax.jit(training.step, donate_argnums=0), args
 
 
-def _first(x: jax.ShapeDtypeStruct, devices: int) -> int | None:
-    """The axis that is summed over, after that of stacked layers.
-
-    Sharded along the other, products would be as in tensor parallelism, of all tokens.
-    """
-    axis = 1 if x.ndim > 2 else 0
-    return axis if x.ndim > 1 and x.shape[axis] % devices == 0 else None
-
-
-def _sharded(x: jax.ShapeDtypeStruct, axis: int | None, mesh) -> jax.ShapeDtypeStruct:
-    spec = [None] * x.ndim
-    if axis is not None:
-        spec[axis] = "data"
-    sharding = jax.NamedSharding(mesh, jax.P(*spec))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def abstract(
+    training: Training, batch: int, seq: int, sizes: tuple[int, ...]
+) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """State and tokens on a mesh of so many devices for data, fsdp and tensor."""
+    kinds = (jax.sharding.AxisType.Explicit,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(sizes, sharding.AXES, axis_types=kinds)
+    place = jax.NamedSharding(mesh, jax.P(None, sharding.BATCH))
+    tokens_abt = jax.ShapeDtypeStruct((1, batch, seq + 1), jnp.int32, sharding=place)
+    return sharding.placed(training.abstract, mesh), tokens_abt
 
 
 def measure(

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.codecs import Encoded, Quantized
-from jaxcompact.kernels.explicit import beside, typed
+from jaxcompact.kernels.explicit import beside, like
 from jaxcompact.projection import Projection
 
 
@@ -192,8 +192,7 @@ def _backward(spec: _Spec, residuals: Residuals, dy):
     # and keep the decoded z.
     z, dy = jax.lax.optimization_barrier((z, dy))
     w = w_nm.astype(spec.dtype)
-    like_x = spec.x.sharding if typed(spec.x) else None
-    dx = _product(dy, w, 1, spec.precision, like_x).astype(spec.x.dtype)
+    dx = _product(dy, w, 1, spec.precision, like(spec.x)).astype(spec.x.dtype)
     tokens = tuple(range(dy.ndim - 1))
     with jax.numpy_dtype_promotion("standard"):
         sum_dtype = jnp.promote_types(dy.dtype, spec.sketch.dtype)

@@ -11,7 +11,7 @@ import optax
 
 from jaxcompact.kernels.explicit import laid_as
 from jaxcompact.paths import path_name
-from jaxcompact.subspace import Slot, Subspace, require_subspace
+from jaxcompact.subspace import IMPL, Slot, Subspace, require_subspace
 
 Moment = Literal["keep", "reset", "transfer"]
 
@@ -89,13 +89,13 @@ def in_subspace(
 
     def init(params):
         slots = subspace.slots(params)
-        generation = jnp.zeros((), jnp.int32)
+        generation, key = jnp.zeros((), jnp.int32), subspace.key_here()
         return SubspaceState(
             count=jnp.zeros((), jnp.int32),
             generation=generation,
             # A copy: a step that donates its state must not take the subspace's key.
-            key=jnp.array(jax.random.key_data(subspace.key), copy=True),
-            inner=inner.init(_sketched(slots, subspace.key, generation, params)),
+            key=jnp.array(jax.random.key_data(key), copy=True),
+            inner=inner.init(_sketched(slots, key, generation, params)),
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -107,9 +107,7 @@ def in_subspace(
             raise ValueError(f"state must be what init returned, got {state!r}")
         slots = subspace.slots(params)
         _check_sketches(slots, updates)
-        key = jax.random.wrap_key_data(
-            state.key, impl=jax.random.key_impl(subspace.key)
-        )
+        key = jax.random.wrap_key_data(state.key, impl=IMPL)
         generation = subspace.generation(state.count)
         inner_state = state.inner
         if moment != "keep":
@@ -128,7 +126,7 @@ def in_subspace(
         )
         # P depends on the updates, so that no P outlives the forward pass to meet it.
         generation, updates = jax.lax.optimization_barrier((generation, updates))
-        right_key = jnp.all(state.key == jax.random.key_data(subspace.key))
+        right_key = jnp.all(state.key == jax.random.key_data(subspace.key_here()))
 
         def lifted(path, update, param):
             slot = slots.get(path_name(path))

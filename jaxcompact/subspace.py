@@ -17,6 +17,9 @@ from jaxcompact.linear import SketchedKernel, shared_sketches
 from jaxcompact.paths import path_name
 from jaxcompact.projection import Projection
 
+# Of keys. Others give other bits under vmap, and so another P than the update's.
+IMPL = "threefry2x32"
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -117,11 +120,10 @@ class Subspace:
             raise ValueError(
                 f"key must be a typed PRNG key, jax.random.key(seed), got {self.key!r}"
             )
-        if (impl := str(jax.random.key_impl(self.key))) != "threefry2x32":
-            # Others give other bits under vmap, and so another P than the update's.
+        if (impl := str(jax.random.key_impl(self.key))) != IMPL:
             raise ValueError(
-                f"key must be of impl 'threefry2x32', whose bits are the same under "
-                f"vmap: jax.random.key(seed, impl='threefry2x32'); got {impl!r}"
+                f"key must be of impl {IMPL!r}, whose bits are the same under "
+                f"vmap: jax.random.key(seed, impl={IMPL!r}); got {impl!r}"
             )
         if self.key.shape != ():
             raise ValueError(f"key must be one key, got an array of {self.key.shape}")
@@ -130,6 +132,17 @@ class Subspace:
         if self.period >= 2**31:  # counts are int32
             raise ValueError(f"period must be below 2^31, got {self.period}")
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
+        bits = self.key
+        if not isinstance(bits, jax.core.Tracer):
+            with jax.ensure_compile_time_eval():
+                bits = np.asarray(jax.random.key_data(bits))
+        object.__setattr__(self, "_bits", bits)
+
+    def key_here(self) -> jax.Array:
+        """``key``, for any mesh: it may have been made under another `jax.set_mesh`."""
+        if isinstance(self._bits, np.ndarray):
+            return jax.random.wrap_key_data(self._bits, impl=IMPL)
+        return self._bits
 
     def slots(self, params: Any) -> dict[str, Slot]:
         """The kernels of ``params`` that are in the subspace, by path."""
@@ -230,9 +243,9 @@ def with_sketches(
     generation = subspace.generation(step)
     # One array of keys a family and stack, so that kernels which are not taken apart
     # by scan or vmap can be seen to have the same key.
+    key = subspace.key_here()
     keys = {
-        (slot.family, slot.stack): slot.keys(subspace.key, generation)
-        for slot in slots.values()
+        (slot.family, slot.stack): slot.keys(key, generation) for slot in slots.values()
     }
 
     def zeros(path, leaf):

@@ -30,6 +30,11 @@ def sharding_of(x: Any) -> jax.NamedSharding:
     return (x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)).sharding
 
 
+def like(x: Any) -> jax.NamedSharding | None:
+    """The ``out_sharding`` of what lies as ``x``; None where types say nothing."""
+    return sharding_of(x) if typed(x) else None
+
+
 def names(spec: Sequence[Any]) -> tuple[str, ...]:
     """The mesh's axes in part of a spec."""
     nested = ((x,) if isinstance(x, str) else x or () for x in spec)

@@ -177,3 +177,14 @@ def test_the_layer_of_nnx_knows_how_its_output_lies():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[1], expected
     )
+
+
+def test_the_key_may_be_made_on_another_mesh():
+    """README's subspace, whose step is then compiled for other devices."""
+    with shared("copies")[0]:
+        init, step = training(PROJECTIONS["countsketch"])
+        jax.jit(init)(params_and_x()[0])  # on four devices
+    context, params, x = shared("fsdp and tensor", sizes=(1, 1))
+    with context:
+        value, *_ = jax.jit(step)(params, jax.jit(init)(params), x)
+    np.testing.assert_allclose(value, on_one_device("countsketch")[0], rtol=1e-6)

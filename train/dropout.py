@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcompact.kernels.explicit import like
+
 
 def noise_of(seed: int, step: Any, microbatches: int) -> Any:
     """What a step's microbatches draw from, int32 (a,): no two steps' are alike.
@@ -32,7 +34,9 @@ def dropout(rate: float, noise: jax.Array | None, place: int | jax.Array) -> Cal
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), noise), place)
 
     def drop(x, n):
-        kept = jax.random.bernoulli(jax.random.fold_in(key, n), 1 - rate, x.shape)
+        kept = jax.random.bernoulli(
+            jax.random.fold_in(key, n), 1 - rate, x.shape, out_sharding=like(x)
+        )
         return jnp.where(kept, x / (1 - rate), jnp.zeros((), x.dtype))
 
     return drop

@@ -27,10 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import finetune_options
+import sharding
 import summary
 from checkpoint import Checkpoints
 from examples import Encoded, encode
@@ -130,6 +131,7 @@ class Job:
     params: Any  # the first
     abstract: State  # shapes, dtypes and shardings
     tokens_abt: Examples  # of a step, likewise
+    mesh: Mesh
 
     @property
     def shardings(self) -> State:
@@ -159,17 +161,15 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         param_dtype=jnp.dtype(config.weights.param_dtype),
     )
     # Parameters and optimizer state on every device, a share of each batch on each.
-    mesh = jax.make_mesh((devices,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = sharding.make_mesh(None)
+    abstract = sharding.placed(training.abstract, mesh)
 
-    def on(spec: P) -> Callable:
-        sharding = NamedSharding(mesh, spec)
-        return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    def of_batch(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        spec = P(None, sharding.BATCH) if x.ndim > 1 else P()
+        place = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    abstract = jax.tree.map(on(P()), training.abstract)
-    batch = jax.tree.map(
-        lambda x: on(P(None, "data") if x.ndim > 1 else P())(x),
-        read_batch(config, data, 0),
-    )
+    batch = jax.tree.map(of_batch, read_batch(config, data, 0))
     everything = [data.train.tokens_nt, data.train.target_n]
     everything += [x for e in data.dev.values() for x in (e.tokens_nt, e.target_n)]
     everything += jax.tree.leaves(params)
@@ -181,7 +181,7 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         "data_and_weights": f"{crc(everything):08x}",
     }
     start = find_start(config, fixed, abstract)
-    return Job(config, training, fixed, start, steps, params, abstract, batch)
+    return Job(config, training, fixed, start, steps, params, abstract, batch, mesh)
 
 
 def warmup_line(peak: float, steps: int, warmup: float) -> optax.Schedule:
@@ -285,13 +285,16 @@ def evaluate(
 ) -> dict[str, float]:
     """The scores of the held-out examples: of all, and of each set if several."""
     size, task = job.config.batch_size, data.splits.task
-    sharding = NamedSharding(job.tokens_abt.tokens_bt.sharding.mesh, P("data"))
+    place = NamedSharding(job.mesh, P(sharding.BATCH))
     predicted, target = {}, {}
     for name, encoded in data.dev.items():
-        parts = [
-            np.asarray(logits_of(state.params, jax.device_put(tokens_bt, sharding)))[:n]
-            for tokens_bt, n in encoded.in_order(size)
-        ]
+        with jax.set_mesh(job.mesh):
+            parts = [
+                np.asarray(logits_of(state.params, jax.device_put(tokens_bt, place)))[
+                    :n
+                ]
+                for tokens_bt, n in encoded.in_order(size)
+            ]
         logits_nc = np.concatenate(parts)
         if task.multi_label:
             threshold = job.config.task.threshold

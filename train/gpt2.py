@@ -74,7 +74,7 @@ class Block(nnx.Module):
         self.mlp = MLP(cfg, linear, tanh=True, output=output)
 
     def __call__(self, x_btd: jax.Array, drop: Callable) -> jax.Array:
-        x_btd += drop(self.attn(self.attn_norm(x_btd), is_causal=True), 0)
+        x_btd += drop(self.attn(self.attn_norm(x_btd)), 0)
         return x_btd + drop(self.mlp(self.mlp_norm(x_btd)), 1)
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from loss import next_token_loss
-from sharding import of_batch, product
+from sharding import BATCH, gathers_weights, laid_out, of_batch, product, type_of
 
 Checkpoint = jc.Policy | Callable[..., Any] | Literal["nothing"] | None
 
@@ -68,30 +68,54 @@ def check_length(tokens_bt: jax.Array, max_seq: int) -> int:
     return length
 
 
+def heads(linear: nnx.Module, x_btd: jax.Array, head_dim: int) -> jax.Array:
+    """``linear(x)`` as (b, t, h, k), of which a device has whole heads."""
+    y_btm = split(linear, x_btd, unit=head_dim)
+    return y_btm.reshape(*x_btd.shape[:2], -1, head_dim)
+
+
 def attend(
     implementation: str | Callable,
     q_bthk: jax.Array,
     k_bthk: jax.Array,
     v_bthk: jax.Array,
-    **mask: Any,
+    length_b: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` in q's dtype, or a function that is causal."""
+    """`jax.nn.dot_product_attention` in q's dtype, or a function that is causal.
+
+    Causal, or of each sequence's first ``length_b`` tokens.
+    """
+    dtype = q_bthk.dtype
+    # Devices have a share of the heads if one of keys and values is for no two of them.
+    lies = type_of(k_bthk.shape, BATCH, None, "tensor", None)
+    if lies is not None:
+        q_bthk = jax.sharding.reshard(q_bthk, lies)
     operands = q_bthk, k_bthk, v_bthk
     if implementation == "xla":
         # Its gradient mixes float32 with 16-bit operands, which neither strict
         # promotion nor the speed of a CPU likes.
         operands = (a.astype(jnp.float32) for a in operands)
     if callable(implementation):
-        if "is_causal" not in mask:
+        if length_b is not None:
             raise ValueError(
                 f"attention must be a name for what is not causal, got {implementation}"
             )
-        mixed_bthk = implementation(*operands)
-    else:
-        mixed_bthk = jax.nn.dot_product_attention(
-            *operands, **mask, implementation=implementation
+        return implementation(*operands).astype(dtype)
+
+    def call(q_bthk, k_bthk, v_bthk, length_b):
+        return jax.nn.dot_product_attention(
+            q_bthk,
+            k_bthk,
+            v_bthk,
+            is_causal=length_b is None,
+            key_value_seq_lengths=length_b,
+            implementation=implementation,
         )
-    return mixed_bthk.astype(q_bthk.dtype)
+
+    if implementation == "cudnn" and lies is not None:  # whose types say nothing
+        of_length = None if length_b is None else type_of(length_b.shape, BATCH)
+        call = jax.shard_map(call, in_specs=(*(lies,) * 3, of_length), out_specs=lies)
+    return call(*operands, length_b).astype(dtype)
 
 
 def stacked_layers(
@@ -131,11 +155,16 @@ def scan_layers(
 
     if hasattr(checkpoint, "decide"):
         layer = jc.checkpoint(layer, policy=checkpoint, params=1, prevent_cse=False)
-    elif checkpoint is not None:
-        policy = None if checkpoint == "nothing" else checkpoint
+    elif checkpoint is not None or gathers_weights():
+        policy = None if checkpoint == "nothing" else checkpoint or _but_gathered
         layer = jax.checkpoint(layer, policy=policy, prevent_cse=False)
     x_btd, _ = jax.lax.scan(layer, x_btd, (stack, *each))
     return x_btd
+
+
+def _but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Of `jax.checkpoint`: all is kept but weights that were gathered."""
+    return primitive.name != "reshard"
 
 
 class Attention(nnx.Module):
@@ -148,10 +177,12 @@ class Attention(nnx.Module):
         self.o = (output or linear)(cfg.width, cfg.width)
         self.head_dim, self.implementation = cfg.head_dim, implementation
 
-    def __call__(self, x_btd: jax.Array, **mask: Any) -> jax.Array:
-        heads = (*x_btd.shape[:2], -1, self.head_dim)
-        operands = (split(f, x_btd).reshape(heads) for f in (self.q, self.k, self.v))
-        mixed_bthk = attend(self.implementation, *operands, **mask)
+    def __call__(
+        self, x_btd: jax.Array, length_b: jax.Array | None = None
+    ) -> jax.Array:
+        projections = self.q, self.k, self.v
+        operands = (heads(f, x_btd, self.head_dim) for f in projections)
+        mixed_bthk = attend(self.implementation, *operands, length_b)
         return product(self.o, of_batch(mixed_bthk.reshape(x_btd.shape), "tensor"))
 
 
@@ -185,5 +216,5 @@ class Decoder(nnx.Module):
 
     def logits(self, x_btd: jax.Array) -> jax.Array:
         """Float32 (b, t, v), of what `hidden` returns."""
-        kernel_dv = self.output_kernel().astype(x_btd.dtype)
+        kernel_dv = laid_out(self.output_kernel().astype(x_btd.dtype), None, "tensor")
         return jnp.matmul(x_btd, kernel_dv, preferred_element_type=jnp.float32)

@@ -20,6 +20,7 @@ from layers import (
     check_length,
     check_options,
     default_attention,
+    heads,
     scan_layers,
     split,
     stacked_layers,
@@ -81,11 +82,11 @@ class Attention(nnx.Module):
         self.implementation = attention
 
     def __call__(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        heads = (*x_btd.shape[:2], -1, self.head_dim)
-        q_bthk = rope(split(self.q, x_btd).reshape(heads), cos, sin)
-        k_bthk = rope(split(self.k, x_btd).reshape(heads), cos, sin)
-        v_bthk = split(self.v, x_btd).reshape(heads)
-        mixed_bthk = attend(self.implementation, q_bthk, k_bthk, v_bthk, is_causal=True)
+        q_bthk, k_bthk, v_bthk = (
+            heads(f, x_btd, self.head_dim) for f in (self.q, self.k, self.v)
+        )
+        q_bthk, k_bthk = rope(q_bthk, cos, sin), rope(k_bthk, cos, sin)
+        mixed_bthk = attend(self.implementation, q_bthk, k_bthk, v_bthk)
         return product(self.o, of_batch(mixed_bthk.reshape(x_btd.shape), "tensor"))
 
 

@@ -128,8 +128,9 @@ def _forward(hidden_cbtd, kernel_dv, targets_cbt):
     (total, dw_dv), dhidden_cbtd = jax.lax.scan(
         chunk, start, (hidden_cbtd, targets_cbt)
     )
-    # Or XLA keeps the float32 sum, and casts when it is read.
-    dw_dv = laid_as(_gathered(dw_dv).astype(kernel_dv.dtype), kernel_dv)
+    # Shared before it is cast: that sums the devices' parts by a reduce-scatter.
+    dw_dv = laid_as(dw_dv, kernel_dv).astype(kernel_dv.dtype)
+    # The barrier, or XLA keeps the float32 sum, and casts when it is read.
     gradients = dhidden_cbtd, dw_dv
     return total * weight, jax.lax.optimization_barrier(gradients)
 

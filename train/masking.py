@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from configs import RobertaConfig
+from jaxcompact.kernels.explicit import like
 
 MASKED = 0.15  # of the tokens are predicted
 _CLEARED, _REPLACED = 0.8, 0.1  # of these; the rest stay as they are
@@ -26,9 +27,10 @@ def mask_words(cfg: RobertaConfig, tokens_bt: jax.Array) -> tuple[jax.Array, jax
         | (tokens_bt == cfg.eos_id)
         | (tokens_bt == cfg.pad_id)
     )
-    chosen_bt = jax.random.bernoulli(chosen, MASKED, tokens_bt.shape) & ~special_bt
-    kind_bt = jax.random.uniform(kind, tokens_bt.shape)
-    word_bt = jax.random.randint(word, tokens_bt.shape, 0, cfg.vocab_size)
+    lies = {"shape": tokens_bt.shape, "out_sharding": like(tokens_bt)}
+    chosen_bt = jax.random.bernoulli(chosen, MASKED, **lies) & ~special_bt
+    kind_bt = jax.random.uniform(kind, **lies)
+    word_bt = jax.random.randint(word, minval=0, maxval=cfg.vocab_size, **lies)
     changed_bt = jnp.where(
         kind_bt < _CLEARED,
         jnp.int32(cfg.mask_id),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxcompact as jc
+from jaxcompact.kernels.explicit import like
 from jaxcompact.optimizers import Moment
 from jaxcompact.paths import path_name
 from jaxcompact.projection import Kind
@@ -210,11 +211,18 @@ def _galore(
         rank, period, base_optimizer=adam, weight_dimension_numbers=dimensions
     )
 
-    def update(updates, state, params=None):
+    def by_xla(updates, state):
         lists, state = inner.update(unstacked(updates), state)
         is_list = lambda node: isinstance(node, list)  # noqa: E731
         restacked = jax.tree.leaves(lists, is_leaf=is_list)
         restacked = [jnp.stack(x) if is_list(x) else x for x in restacked]
         return jax.tree.unflatten(jax.tree.structure(updates), restacked), state
+
+    def update(updates, state, params=None):
+        places = jax.tree.map(like, (updates, state))
+        if not jax.tree.leaves(places):
+            return by_xla(updates, state)
+        # Its svd takes no array that devices share.
+        return jax.sharding.auto_axes(by_xla, out_sharding=places)(updates, state)
 
     return optax.GradientTransformation(lambda p: inner.init(unstacked(p)), update)

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import curves
@@ -106,6 +106,7 @@ class Job:
     start: int  # 0, or the step of the checkpoint to continue from
     abstract: State  # shapes, dtypes and shardings
     tokens_abt: jax.ShapeDtypeStruct  # of a step
+    mesh: Mesh
     params: Any  # the first, on the host; None for the seed's
 
 
@@ -167,12 +168,13 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
 
     params = begin.params if begin else None
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
-    plan = first_plan(
-        config,
-        planner,
-        functools.partial(jax.jit(make_training().init), params),
-        read_batch(config, dataset, 0)[0],
-    )
+    with jax.set_mesh(mesh):
+        plan = first_plan(
+            config,
+            planner,
+            functools.partial(jax.jit(make_training().init), params),
+            read_batch(config, dataset, 0)[0],
+        )
     fixed = config.fixed() | {
         "plan": None if plan is None else json.loads(plan.to_json())["actions"],
         "memory_budget": config.plan.memory_budget,
@@ -188,7 +190,16 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
         plan = planning.in_force(config.folder, start)
     training = make_training(policy=plan)
     return Job(
-        config, training, plan, planner, fixed, start, abstract, tokens_abt, params
+        config,
+        training,
+        plan,
+        planner,
+        fixed,
+        start,
+        abstract,
+        tokens_abt,
+        mesh,
+        params,
     )
 
 
@@ -295,7 +306,8 @@ def replanned(
     job: Job, updates: int, state: State, tokens_bt: np.ndarray
 ) -> tuple[Job, str]:
     """The job under the plan that is best now, which it saves if that is another."""
-    plan, said = job.planner.again(job.plan, state.params, tokens_bt)
+    with jax.set_mesh(job.mesh):
+        plan, said = job.planner.again(job.plan, state.params, tokens_bt)
     if plan is not job.plan:
         plan.save(planning.file_of(job.config.folder, updates))
         training = job.planner.make_training(policy=plan)
@@ -349,9 +361,8 @@ def read_validation(config: Config, dataset: Dataset) -> Iterator[np.ndarray]:
 def evaluate(loss_of: Callable, state: State, job: Job, dataset: Dataset) -> float:
     """Mean loss of the held-out batches."""
     _, *shape = job.tokens_abt.shape
-    mesh = job.tokens_abt.sharding.mesh
-    place, losses = NamedSharding(mesh, P(sharding.BATCH)), []
-    with jax.set_mesh(mesh):
+    place, losses = NamedSharding(job.mesh, P(sharding.BATCH)), []
+    with jax.set_mesh(job.mesh):
         for batch in read_validation(job.config, dataset):
             tokens_bt = jax.make_array_from_callback(
                 tuple(shape), place, batch.__getitem__

@@ -30,7 +30,7 @@ from layers import (
 )
 from loss import next_token_loss
 from masking import mask_words
-from sharding import rows
+from sharding import laid_out, rows
 
 
 class Examples(NamedTuple):
@@ -82,7 +82,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_btd: jax.Array, length_b: jax.Array, drop: Callable
     ) -> jax.Array:
-        attn_btd = self.attn(x_btd, key_value_seq_lengths=length_b)
+        attn_btd = self.attn(x_btd, length_b)
         x_btd = self.attn_norm(x_btd + drop(attn_btd, 0))
         return self.mlp_norm(x_btd + drop(self.mlp(x_btd), 1))
 
@@ -162,6 +162,7 @@ class Roberta(nnx.Module):
         x_btd = self.hidden(tokens_bt, noise)
         if not self.cfg.labels:
             kernel_dv = self.embed.embedding[...].T.astype(x_btd.dtype)
+            kernel_dv = laid_out(kernel_dv, None, "tensor")
             x_btd = self.words(x_btd)
             logits = jnp.matmul(x_btd, kernel_dv, preferred_element_type=jnp.float32)
             return logits + self.words.bias[...].astype(jnp.float32)[None, None]
@@ -207,8 +208,7 @@ class Roberta(nnx.Module):
         masked_bt, targets_bt = mask_words(self.cfg, tokens_bt)
         x_btd = self.words(self.hidden(masked_bt))
         # The bias as one more row of the matrix, which an input of ones reads.
-        ones_bt1 = jnp.ones((*x_btd.shape[:2], 1), x_btd.dtype)
-        bias_1v = self.words.bias[...][None]
-        kernel_dv = jnp.concatenate([self.embed.embedding[...].T, bias_1v])
-        x_btd = jnp.concatenate([x_btd, ones_bt1], axis=-1)
+        matrices = self.embed.embedding[...].T, self.words.bias[...][None]
+        kernel_dv = jnp.concatenate([laid_out(w, None, "tensor") for w in matrices])
+        x_btd = jnp.pad(x_btd, ((0, 0), (0, 0), (0, 1)), constant_values=1)
         return next_token_loss(x_btd, kernel_dv, targets_bt)

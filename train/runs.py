@@ -50,15 +50,14 @@ def compile_step(job: Any) -> Callable:
     began = time.perf_counter()
     shardings = jax.tree.map(lambda x: x.sharding, job.abstract)
     step = jax.jit(job.training.step, donate_argnums=0, out_shardings=(shardings, None))
-    mesh = jax.tree.leaves(job.tokens_abt)[0].sharding.mesh
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(job.mesh):
         compiled = step.lower(job.abstract, job.tokens_abt).compile()
     weights = sum(x.size for x in jax.tree.leaves(job.abstract.params))
     device = jax.devices()[0]
-    sizes = " ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+    sizes = " ".join(f"{axis}={n}" for axis, n in job.mesh.shape.items() if n > 1)
     print(
         f"\n{job.config.method.name}: {weights / 1e6:.2f} M parameters, "
-        f"{job.fixed['dtype']} on {mesh.size} x {device.device_kind}"
+        f"{job.fixed['dtype']} on {job.mesh.size} x {device.device_kind}"
         f"{sizes and f' ({sizes})'}, "
         f"compiled in {time.perf_counter() - began:.1f} s; {job.config.folder}",
         flush=True,

@@ -5,17 +5,18 @@
               weights are gathered when it is their turn
     tensor    a share of each matrix product
 
-The axes are automatic ones: XLA partitions the program that one device would run, and
-which numbers a run finds does not depend on the mesh, up to the order of sums.
+The axes are explicit ones: the type of an array says how it lies, and a model says it
+of each product's result. Which numbers a run finds does not depend on the mesh, up to
+the order of sums.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcompact.paths import path_name
@@ -65,7 +66,7 @@ def make_mesh(text: str | None) -> Mesh:
             f"--mesh must have as many places as there are devices, {devices}, got "
             f"{text!r}: {' * '.join(map(str, shape))}"
         )
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return jax.make_mesh(shape, AXES)
 
 
 def shares_of_batch(mesh: Mesh) -> int:
@@ -85,75 +86,79 @@ def placed(abstract: Any, mesh: Mesh) -> Any:
 def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     """The rule for a parameter, or for what the optimizer keeps of it; P() without one.
 
-    An axis of the mesh that does not divide the array's is left out of it.
+    An axis of the mesh that does not divide the array's is left out of it, and one of a
+    single device: a type that named it would have the weight gathered nevertheless.
     """
     rules = (s for pattern, s in RULES.items() if re.fullmatch(f".*/{pattern}", name))
     spec = next(rules, P())
     if len(spec) != len(shape):
         return P()
-    return P(*(_dividing(axes, n, mesh) for axes, n in zip(spec, shape, strict=True)))
+    return _dividing(shape, spec, {axis: n for axis, n in mesh.shape.items() if n > 1})
 
 
-def _dividing(axes: Any, size: int, mesh: Mesh) -> tuple[str, ...] | None:
-    kept = []
-    for axis in (axes,) if isinstance(axes, str) else axes or ():
-        if size % mesh.shape[axis] == 0:
-            kept.append(axis)
-            size //= mesh.shape[axis]
-    return tuple(kept) or None
+def _dividing(shape: tuple[int, ...], spec: Iterable[Any], sizes: Mapping) -> P:
+    def kept(size: int, axes: Any) -> Iterator[str]:
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis in sizes and size % sizes[axis] == 0:
+                size //= sizes[axis]
+                yield axis
+
+    pairs = zip(shape, spec, strict=True)
+    return P(*(tuple(kept(size, axes)) or None for size, axes in pairs))
 
 
 def in_force() -> jax.sharding.AbstractMesh | None:
-    """The mesh that is traced for (`jax.set_mesh`), if there is something to say."""
+    """The mesh that is traced for (`jax.set_mesh`), whose types say how arrays lie."""
     mesh = jax.sharding.get_abstract_mesh()
-    to_say = mesh.size > 1 or mesh.are_all_axes_explicit
-    return mesh if mesh.axis_names == AXES and to_say else None
+    return mesh if mesh.axis_names == AXES and mesh.are_all_axes_explicit else None
+
+
+def gathers_weights() -> bool:
+    """Whether devices have shares of a weight that each needs whole."""
+    mesh = in_force()
+    return mesh is not None and mesh.shape["fsdp"] > 1
 
 
 def laid_out(x: jax.Array, *axes: Any) -> jax.Array:
     """``x``, each of whose axes the mesh in force shares so; without one, ``x``."""
-    mesh = in_force()
-    if mesh is None:
-        return x
-    spec = _spec(x.shape, axes, mesh)
-    if mesh.are_all_axes_explicit:
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
-
-
-def _spec(shape: tuple[int, ...], axes: Sequence[Any], mesh: Any) -> P:
-    pairs = zip(axes, shape, strict=True)
-    return P(*(_dividing(names, size, mesh) for names, size in pairs))
+    lies = type_of(x.shape, *axes)
+    return x if lies is None else jax.sharding.reshard(x, lies)
 
 
 def type_of(shape: tuple[int, ...], *axes: Any) -> P | None:
-    """What explicit sharding asks for: how a result lies; None without it."""
+    """How what the mesh in force shares so lies; None without one.
+
+    An axis of the mesh that does not divide the array's is left out.
+    """
     mesh = in_force()
-    if mesh is None or not mesh.are_all_axes_explicit:
-        return None
-    return _spec(shape, axes, mesh)
+    return None if mesh is None else _dividing(shape, axes, mesh.shape)
 
 
-def product(linear: Any, x: jax.Array, last: str | None = None) -> jax.Array:
-    """A layer's ``linear(x)``, which lies as `of_batch` says."""
+def product(
+    linear: Any, x: jax.Array, last: str | None = None, unit: int = 1
+) -> jax.Array:
+    """A layer's ``linear(x)``, which lies as `of_batch` says.
+
+    A device has whole ones of so many ``unit`` numbers along the last axis.
+    """
     axes = BATCH, *(None,) * (x.ndim - 2), last
-    out = type_of((*x.shape[:-1], linear.out_features), *axes)
-    return laid_out(linear(x, out_sharding=out), *axes)
+    units = *x.shape[:-1], linear.out_features // unit
+    return linear(x, out_sharding=type_of(units, *axes))
 
 
 def rows(table_vd: jax.Array, ids: jax.Array) -> jax.Array:
-    """``table[ids]``, of a batch; NaN for an id that the table does not have."""
+    """``table[ids]``, of a batch; NaN for an id that the table does not have.
+
+    Of a table that is gathered first: its gradient is summed on each device, and not
+    that of all tokens sent.
+    """
     shape = (*ids.shape, table_vd.shape[-1])
     out = type_of(shape, BATCH, *(None,) * ids.ndim)
-    return table_vd.at[ids].get(mode="fill", out_sharding=out)
+    return laid_out(table_vd, None, None).at[ids].get(mode="fill", out_sharding=out)
 
 
 def of_batch(x: jax.Array, last: str | None = None) -> jax.Array:
-    """Activations: the first axis is the batch's, the last one may be ``"tensor"``'s.
-
-    To be said of each product's result: XLA may also share a product along the axis
-    that its weights are shared along, for which it gathers all tokens.
-    """
+    """Activations: the first axis is the batch's, the last may be ``"tensor"``'s."""
     return laid_out(x, BATCH, *(None,) * (x.ndim - 2), last)
 
 
