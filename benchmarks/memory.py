@@ -165,6 +165,8 @@ def make_step(
         attention="cudnn" if kind.itemsize == 2 and "tpu" not in device else "xla",
     )
     args = abstract(training, batch, seq, (1, devices, 1))
+    if devices == 1:  # as the trainer: without a mesh
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     return jax.jit(training.step, donate_argnums=0), args
 
 

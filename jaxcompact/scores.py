@@ -16,9 +16,9 @@ class Attention:
             exponential, which turns their absolute error into a relative one; and the
             axis along which their tokens lie.
         fused: the "operand"s and "result"s of operations that keep a softmax's
-            normalization for their backward pass (flash attention): there the errors of
-            scores, values and result do not cancel, as they do where softmax is made
-            again.
+            normalization for their backward pass (flash attention, any attention in a
+            `jax.shard_map`): there the errors of scores, values and result do not
+            cancel, as they do where softmax is made again.
     """
 
     scores: dict[int, int] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def find_attention(
         if op.kind in ("exp", "custom_jvp_call") and is_any(op, ("exp",)):
             for source in sources(op):
                 add_products(source, set())
-        elif op.kind in ("custom_vjp_call", "remat2", "checkpoint"):
+        elif op.kind in ("custom_vjp_call", "shard_map", "remat2", "checkpoint"):
             (body, *_) = inner_jaxprs(op)
             body = graph_of(body)
             outer = dict(zip(body.inputs, op.ins, strict=True))

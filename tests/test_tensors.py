@@ -293,7 +293,20 @@ def fused_forward(q, k, v):
 fused.defvjp(fused_forward, lambda res, ct: res[:3])
 
 
-def test_fused_attention_is_told_from_one_that_makes_its_softmax_again():
+def shared(op):
+    """Of each device's heads, as a kernel is called on several devices."""
+    place = jax.P(None, None, "tensor")
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("tensor",), kinds, devices=jax.devices()[:2])
+    return jax.shard_map(op, mesh=mesh, in_specs=(place,) * 3, out_specs=place)
+
+
+@pytest.mark.parametrize(
+    "op", [fused, shared(fused), shared(jax.nn.dot_product_attention)]
+)
+def test_fused_attention_is_told_from_one_that_makes_its_softmax_again(op):
+    """Which is what a `jax.shard_map` does not."""
+
     def fun(op):
         def call(w, x):
             q, k, v = (y.reshape(2, 4, 2, 8) for y in (x @ w, x @ w.T, x @ w @ w))
@@ -302,8 +315,8 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again():
         return call
 
     x = S((2, 4, 16), jnp.float32)
-    found = candidates(fun(fused), W, x)
-    assert found["custom_vjp_call.0"].fused == "result"
+    found = candidates(fun(op), W, x)
+    assert [t.fused for t in found.values()].count("result") == 1
     operands = [n for n, t in found.items() if t.fused == "operand"]
     assert operands == ["dot_general.0", "dot_general.1", "dot_general.3"]
     scores = [n for n, t in found.items() if t.scores is not None]

@@ -82,10 +82,9 @@ class Attention(nnx.Module):
         self.implementation = attention
 
     def __call__(self, x_btd: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-        q_bthk, k_bthk, v_bthk = (
-            heads(f, x_btd, self.head_dim) for f in (self.q, self.k, self.v)
-        )
-        q_bthk, k_bthk = rope(q_bthk, cos, sin), rope(k_bthk, cos, sin)
+        q_bthk = rope(heads(self.q, x_btd, self.head_dim), cos, sin)
+        k_bthk = rope(heads(self.k, x_btd, self.head_dim), cos, sin)
+        v_bthk = heads(self.v, x_btd, self.head_dim)
         mixed_bthk = attend(self.implementation, q_bthk, k_bthk, v_bthk)
         return product(self.o, of_batch(mixed_bthk.reshape(x_btd.shape), "tensor"))
 

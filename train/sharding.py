@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxcompact.paths import path_name
@@ -66,7 +66,9 @@ def make_mesh(text: str | None) -> Mesh:
             f"--mesh must have as many places as there are devices, {devices}, got "
             f"{text!r}: {' * '.join(map(str, shape))}"
         )
-    return jax.make_mesh(shape, AXES)
+    # Of one device there is nothing to say: its program is the one without a mesh.
+    kind = AxisType.Explicit if devices > 1 else AxisType.Auto
+    return jax.make_mesh(shape, AXES, axis_types=(kind,) * len(AXES))
 
 
 def shares_of_batch(mesh: Mesh) -> int:
