@@ -139,7 +139,7 @@ SHARED = *SHARED, ("tensor",)
     ],
 )
 def test_tensor_parallelism_by_types(policy, limit, set_mesh):
-    """Groups of 64 of 48 columns, and of 256 of heads of 16: they are gathered."""
+    """Groups of 64 of 48 columns, and of 256 of heads of 16."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"))
 
     def put(x, *spec):

@@ -13,19 +13,21 @@ from jaxcompact.codecs.codec import Codec, in_rows, is_float, merged
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.quantize import api
+from jaxcompact.kernels.quantize.devices import uneven_parts
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scales", "lows"],
-    meta_fields=["shape", "dtype"],
+    meta_fields=["shape", "dtype", "parts"],
 )
 @dataclass(frozen=True)
 class Encoded:
     """What is stored of ``x``: ``codes`` uint8, one of ``scales`` a group, no more.
 
-    ``lows``, the groups' least values, are None for a symmetric codec.
+    ``lows``, the groups' least values, are None for a symmetric codec. In ``parts``
+    above 1 the grouped axis is split in so many, each of which has groups of its own.
     """
 
     codes: jax.Array
@@ -33,6 +35,7 @@ class Encoded:
     lows: jax.Array | None
     shape: tuple[int, ...]
     dtype: jnp.dtype
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class Quantized(Codec):
     Groups run along ``axis``; a row shorter than a group is one smaller group, and the
     last group of a longer row is filled up. If the last axis is grouped, and is shorter
     than a group, trailing axes are merged first. ``axis=-2`` is channel-wise: groups of
-    consecutive tokens, apart for each channel.
+    consecutive tokens, apart for each channel. Under explicit sharding groups begin
+    anew on each device where its part of a row is no multiple of a group: codes are
+    then others than on one device, and nothing is sent.
 
     Memory: ``bits + scale_bits / group_size`` bits an entry (asymmetric:
     ``bits + 32 / group_size``); see `nbytes`.
@@ -138,55 +143,68 @@ class Quantized(Codec):
     def supports(self, dtype: Any) -> bool:
         return is_float(dtype)
 
-    def _layout(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
-        """The shape that is grouped, the length of the grouped axis and of a group."""
+    def _grouped(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that is grouped."""
         if self.axis == -1:
-            shape = merged(shape, self.group_size)
-        elif len(shape) < -self.axis:
+            return merged(shape, self.group_size)
+        if len(shape) < -self.axis:
             raise ValueError(
                 f"axis {self.axis} needs an array that has it, got {shape}"
             )
-        size, whole = shape[self.axis], unit(self.bits)
-        return shape, size, min(self.group_size, max(1, -(-size // whole)) * whole)
+        return shape
+
+    def _group(self, size: int) -> int:
+        """The length of a group, of so many entries along the axis."""
+        whole = unit(self.bits)
+        return min(self.group_size, max(1, -(-size // whole)) * whole)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:
         """``x`` in codes and scales."""
         self._require(x)
-        shape, _, group = self._layout(x.shape)
+        rows = in_rows(x, self._grouped(x.shape))
+        size = rows.shape[self.axis]
+        parts = uneven_parts(rows, self.axis, self._group(size))
+        if parts > 1:
+            at = rows.ndim + self.axis
+            before, after = rows.shape[:at], rows.shape[at + 1 :]
+            rows = rows.reshape(*before, parts, size // parts, *after)
         codes, scales, lows = api.quantize(
-            in_rows(x, shape),
+            rows,
             bits=self.bits,
-            group=group,
+            group=self._group(size // parts),
             axis=self.axis,
             symmetric=self.symmetric,
             scale_bits=self.scale_bits,
             seed=seed if self.stochastic else None,
         )
-        return Encoded(codes, scales, lows, x.shape, x.dtype)
+        return Encoded(codes, scales, lows, x.shape, x.dtype, parts)
 
     def decode(self, encoded: Encoded) -> jax.Array:
         """``x`` again, in its shape and dtype."""
-        _, size, group = self._layout(encoded.shape)
+        shape = self._grouped(encoded.shape)
+        size = shape[self.axis] // encoded.parts
         x = api.dequantize(
             encoded.codes,
             encoded.scales,
             encoded.lows,
             bits=self.bits,
-            group=group,
+            group=self._group(size),
             size=size,
             axis=self.axis,
             dtype=encoded.dtype,
         )
-        return x.reshape(encoded.shape)
+        return x.reshape(shape).reshape(encoded.shape)
 
     def in_one_pass(self, f: Callable[..., jax.Array], xs: Sequence[Any]) -> bool:
         """Whether a kernel would make what `activate` does, of such arrays."""
-        shape, _, group = self._layout(xs[0].shape)
+        shape = xs[0].shape
         return (
             not self.stochastic
             and self.axis == -1
-            and shape == xs[0].shape
-            and activation.in_one_pass(f, xs, bits=self.bits, group=group)
+            and self._grouped(shape) == shape
+            and activation.in_one_pass(
+                f, xs, bits=self.bits, group=self._group(shape[-1])
+            )
         )
 
     def activate(
@@ -197,7 +215,7 @@ class Quantized(Codec):
             f,
             xs,
             bits=self.bits,
-            group=self._layout(xs[0].shape)[2],
+            group=self._group(xs[0].shape[-1]),
             symmetric=self.symmetric,
             scale_bits=self.scale_bits,
         )
@@ -210,8 +228,8 @@ class Quantized(Codec):
         ``product``: `preferred_element_type` and what else `jax.lax.dot_general` takes.
         Where there is no such kernel, x is decoded first.
         """
-        shape, size, group = self._layout(encoded.shape)
-        if self.axis != -1 or shape != encoded.shape:
+        whole = encoded.parts == 1 and self._grouped(encoded.shape) == encoded.shape
+        if self.axis != -1 or not whole:
             tokens = tuple(range(dy.ndim - 1))
             numbers = (tokens, tokens), ((), ())
             return jax.lax.dot_general(self.decode(encoded), dy, numbers, **product)
@@ -221,8 +239,8 @@ class Quantized(Codec):
             encoded.lows,
             dy,
             bits=self.bits,
-            group=group,
-            size=size,
+            group=self._group(encoded.shape[-1]),
+            size=encoded.shape[-1],
             dtype=encoded.dtype,
             **product,
         )

@@ -155,8 +155,8 @@ def test_tensor_parallel_projections_send_nothing_where_they_are_in_blocks():
 # Widths of which a device has whole groups of 64, and whole heads.
 LLAMA = ModelConfig(vocab_size=64, width=128, ff=256, layers=2, heads=2)
 SHAPES = {"vocab_size": 64, "width": 128, "ff": 256, "layers": 2, "heads": 2}
-# Two heads of keys for four devices, and groups that two devices share.
-GROUPED = replace(LLAMA, heads=4, kv_heads=2, ff=272)
+# Two heads of keys for four devices.
+GROUPED = replace(LLAMA, heads=4, kv_heads=2)
 GPT2 = GPT2Config(**SHAPES, dropout=0.1)
 ROBERTA = RobertaConfig(**SHAPES, mask_id=4)
 
