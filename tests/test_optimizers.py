@@ -101,8 +101,7 @@ def test_sgd_is_unbiased():
     tree = {"kernel": jnp.zeros((N, M))}
 
     def update(key):
-        space = jc.Subspace({"kernel": jc.Projection(R)}, jax.random.key(0), 1)
-        object.__setattr__(space, "key", key)
+        space = jc.Subspace({"kernel": jc.Projection(R)}, key, 1)
         slot = space.slots(tree)["kernel"]
         p = slot.projection.matrix(slot.keys(key, 0), N)
         tx = jc.in_subspace(space, optax.identity())

@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "the group axis: channel-wise groups run along the last",
         "jaxcompact/codecs/quantized.py",
-        "shape[self.axis], unit(self.bits)",
-        "shape[-1], unit(self.bits)",
+        "axis=self.axis,\n            symmetric",
+        "axis=-1,\n            symmetric",
         "tests/codecs/test_quantized.py::test_channel_wise_groups_see_one_channel",
     ),
     Mutation(
@@ -226,9 +226,17 @@ MUTATIONS = [
     Mutation(
         "a device has part of a group",
         "kernels/quantize/devices.py",
-        "% (group * parts)",
-        "% group",
+        "else size) % (group * parts)",
+        "else size) % group",
         "tests/kernels/test_devices.py::test_bits_are_those_of_one_device",
+    ),
+    Mutation(
+        "groups of part of a row run over two devices",
+        "kernels/quantize/devices.py",
+        "return parts if x.shape[axis] % (group * parts) else 1",
+        "return 1",
+        "tests/codecs/test_sharding.py"
+        "::test_nothing_is_moved_for_groups_that_do_not_come_out_even",
     ),
     Mutation(
         "sketches, moments and updates do not lie as their kernels do",

@@ -259,7 +259,7 @@ def test_the_second_step_does_not_compile_again(make_case):
 def test_sharded_over_two_devices(make_case, axis_type):
     case, space, x = (
         make_case(jnp.float32, False, False),
-        subspace(codec=jc.Quantized(8)),
+        subspace(codec=jc.Quantized(8, LENGTH * 8)),  # one group of an example's z
         inputs(),
     )
     grad = jax.jit(
