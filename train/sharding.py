@@ -91,8 +91,11 @@ def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     An axis of the mesh that does not divide the array's is left out of it, and one of a
     single device: a type that named it would have the weight gathered nevertheless.
     """
+    name, layer = re.fullmatch(r"(.*?)(/\d+)?", name).groups()
     rules = (s for pattern, s in RULES.items() if re.fullmatch(f".*/{pattern}", name))
     spec = next(rules, P())
+    if layer:  # one of those that are stacked: GaLore takes them apart
+        spec = P(*spec[1:])
     if len(spec) != len(shape):
         return P()
     return _dividing(shape, spec, {axis: n for axis, n in mesh.shape.items() if n > 1})

@@ -57,7 +57,7 @@ def test_a_mesh_that_does_not_fit_is_refused(text, told):
         sharding.make_mesh(text)
 
 
-@pytest.mark.parametrize("name", ["exact", "compact"])
+@pytest.mark.parametrize("name", ["exact", "compact", "galore"])
 def test_a_device_holds_its_share_of_weights_and_moments(name):
     """All but the norms' scales, and the head's outputs where 2 * 2 must divide."""
     mesh = sharding.make_mesh("fsdp=2,tensor=2")
