@@ -168,13 +168,9 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
 
     params = begin.params if begin else None
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
+    state = functools.partial(jax.jit(make_training().init), params)
     with jax.set_mesh(mesh):
-        plan = first_plan(
-            config,
-            planner,
-            functools.partial(jax.jit(make_training().init), params),
-            read_batch(config, dataset, 0)[0],
-        )
+        plan = first_plan(config, planner, state, read_batch(config, dataset, 0)[0])
     fixed = config.fixed() | {
         "plan": None if plan is None else json.loads(plan.to_json())["actions"],
         "memory_budget": config.plan.memory_budget,
