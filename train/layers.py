@@ -86,7 +86,7 @@ def attend(
     Causal, or of each sequence's first ``length_b`` tokens.
     """
     dtype = q_bthk.dtype
-    # Devices have a share of the heads if one of keys and values is for no two of them.
+    # Devices share the heads if those of keys and values can be divided among them.
     lies = type_of(k_bthk.shape, BATCH, None, "tensor", None)
     if lies is not None:
         q_bthk = jax.sharding.reshard(q_bthk, lies)
