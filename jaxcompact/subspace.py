@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcompact.kernels.explicit import laid_as
+from jaxcompact.kernels.explicit import laid_as, without
 from jaxcompact.linear import SketchedKernel, shared_sketches
 from jaxcompact.paths import path_name
 from jaxcompact.projection import Projection
@@ -59,10 +59,13 @@ class Slot:
     def map_layers(self, fun: Callable, key: jax.Array, generation, *arrays):
         """``fun(key, *arrays)`` layer by layer, so that one P is alive at a time.
 
-        "countsketch" makes no P: all layers at once, without a buffer of a loop's own.
+        "countsketch" makes no P: all layers at once, without a buffer of a loop's own,
+        unless an array is to be gathered for it.
         """
+        gathers = any(a.ndim > 1 and without(a, -2) for a in arrays)
+        at_once = self.projection.kind == "countsketch" and not gathers
         for _ in self.stack:
-            fun = jax.vmap(fun) if self.projection.kind == "countsketch" else _loop(fun)
+            fun = jax.vmap(fun) if at_once else _loop(fun)
         return fun(self.keys(key, generation), *arrays)
 
 

@@ -1,5 +1,6 @@
 """Compressed layers under explicit sharding: a step as on one device."""
 
+import re
 from contextlib import nullcontext
 from functools import cache
 
@@ -151,6 +152,17 @@ def test_gradients_are_summed_as_sketches():
     ranks = {"up": 16, "down": 24}
     sketches = sum(4 * layers * ranks[k] * m for k, (layers, _, m) in SHAPES.items())
     assert collectives(text) == {"all-reduce": sketches + 4}
+
+
+def test_updates_are_gathered_layer_by_layer():
+    """Those of LLaMA-70B would be 38 GiB, on each of 64 cards."""
+    context, params, x = shared("fsdp")
+    init, step = training(PROJECTIONS["countsketch"])
+    with context:
+        state = jax.jit(init)(params)
+        text = jax.jit(step).lower(params, state, x).compile().as_text()
+    shapes = re.findall(r"f32\[([\d,]*)\]\S* all-gather\(", text)
+    assert shapes and not [s for s in shapes if s.count(",") == 2 and s[0] != "1"]
 
 
 def test_the_layer_of_nnx_knows_how_its_output_lies():
