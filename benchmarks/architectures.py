@@ -57,7 +57,8 @@ S = jax.ShapeDtypeStruct
 Built = tuple[Callable, Any, tuple]  # loss(params, *rest), params, rest: shapes
 UNIFORM = {bits: jc.policies.uniform(gact(bits)) for bits in (4, 2)}
 BUDGETS = ("16 GB", "32 GB", "80 GB")
-SEARCHED = ("exact", "recomputed", "GACT 4 bits", "GACT 2 bits")  # for batches
+# Whose largest batches are searched for.
+SEARCHED = ("exact", "recomputed", "GACT 4 bits", "GACT 2 bits")
 
 
 def gpt2_of(layers: int, width: int, heads: int, batch: int, policy, small) -> Built:

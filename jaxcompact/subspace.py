@@ -135,17 +135,17 @@ class Subspace:
         if self.period >= 2**31:  # counts are int32
             raise ValueError(f"period must be below 2^31, got {self.period}")
         object.__setattr__(self, "rules", MappingProxyType(dict(self.rules)))
-        bits = self.key
-        if not isinstance(bits, jax.core.Tracer):
+        bits = None
+        if not isinstance(self.key, jax.core.Tracer):
             with jax.ensure_compile_time_eval():
-                bits = np.asarray(jax.random.key_data(bits))
+                bits = np.asarray(jax.random.key_data(self.key))
         object.__setattr__(self, "_bits", bits)
 
     def key_here(self) -> jax.Array:
         """``key``, for any mesh: it may have been made under another `jax.set_mesh`."""
-        if isinstance(self._bits, np.ndarray):
-            return jax.random.wrap_key_data(self._bits, impl=IMPL)
-        return self._bits
+        if self._bits is None:
+            return self.key
+        return jax.random.wrap_key_data(self._bits, impl=IMPL)
 
     def slots(self, params: Any) -> dict[str, Slot]:
         """The kernels of ``params`` that are in the subspace, by path."""

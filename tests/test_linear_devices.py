@@ -142,13 +142,17 @@ def test_a_mesh_of_one_device(name, set_mesh):
     np.testing.assert_allclose(value, on_one_device(name)[0], rtol=1e-6)
 
 
-def test_gradients_are_summed_as_sketches():
-    """Of copies of the weights nothing else is sent but the loss."""
-    context, params, x = shared("copies")
+def compiled_step(layout):
+    context, params, x = shared(layout)
     init, step = training(PROJECTIONS["countsketch"])
     with context:
         state = jax.jit(init)(params)
-        text = jax.jit(step).lower(params, state, x).compile().as_text()
+        return jax.jit(step).lower(params, state, x).compile().as_text()
+
+
+def test_gradients_are_summed_as_sketches():
+    """Of copies of the weights nothing else is sent but the loss."""
+    text = compiled_step("copies")
     ranks = {"up": 16, "down": 24}
     sketches = sum(4 * layers * ranks[k] * m for k, (layers, _, m) in SHAPES.items())
     assert collectives(text) == {"all-reduce": sketches + 4}
@@ -156,11 +160,7 @@ def test_gradients_are_summed_as_sketches():
 
 def test_updates_are_gathered_layer_by_layer():
     """Those of LLaMA-70B would be 38 GiB, on each of 64 cards."""
-    context, params, x = shared("fsdp")
-    init, step = training(PROJECTIONS["countsketch"])
-    with context:
-        state = jax.jit(init)(params)
-        text = jax.jit(step).lower(params, state, x).compile().as_text()
+    text = compiled_step("fsdp")
     shapes = re.findall(r"f32\[([\d,]*)\]\S* all-gather\(", text)
     assert shapes and not [s for s in shapes if s.count(",") == 2 and s[0] != "1"]
 

@@ -232,9 +232,9 @@ MUTATIONS = [
     ),
     Mutation(
         "groups of part of a row run over two devices",
-        "kernels/quantize/devices.py",
-        "return parts if x.shape[axis] % (group * parts) else 1",
-        "return 1",
+        "jaxcompact/codecs/codec.py",
+        "if parts == 1 or size % (group * parts) == 0:",
+        "if True:",
         "tests/codecs/test_sharding.py"
         "::test_nothing_is_moved_for_groups_that_do_not_come_out_even",
     ),

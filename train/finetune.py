@@ -287,14 +287,14 @@ def evaluate(
     size, task = job.config.batch_size, data.splits.task
     place = NamedSharding(job.mesh, P(sharding.BATCH))
     predicted, target = {}, {}
-    for name, encoded in data.dev.items():
+
+    def logits(tokens_bt: np.ndarray) -> np.ndarray:
         with jax.set_mesh(job.mesh):
-            parts = [
-                np.asarray(logits_of(state.params, jax.device_put(tokens_bt, place)))[
-                    :n
-                ]
-                for tokens_bt, n in encoded.in_order(size)
-            ]
+            here = jax.device_put(tokens_bt, place)
+            return np.asarray(logits_of(state.params, here))
+
+    for name, encoded in data.dev.items():
+        parts = [logits(tokens_bt)[:n] for tokens_bt, n in encoded.in_order(size)]
         logits_nc = np.concatenate(parts)
         if task.multi_label:
             threshold = job.config.task.threshold

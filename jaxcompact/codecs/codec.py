@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.kernels.explicit import gathered
+from jaxcompact.kernels.explicit import gathered, part, typed
 
 
 class Codec:
@@ -86,3 +86,17 @@ def merged(shape: tuple[int, ...], least: int) -> tuple[int, ...]:
 def in_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``x``, trailing axes merged: of these the first one alone may be shared."""
     return gathered(x, *range(len(shape), x.ndim)).reshape(shape)
+
+
+def in_parts(rows: jax.Array, axis: int, group: int) -> tuple[jax.Array, int]:
+    """``rows`` whose grouped axis is split where devices have no whole groups of it.
+
+    And in how many parts: of each one device has all, and groups begin anew.
+    """
+    size = rows.shape[axis]
+    parts = size // part(rows)[axis] if typed(rows) and rows.size else 1
+    if parts == 1 or size % (group * parts) == 0:
+        return rows, 1
+    at = rows.ndim + axis
+    before, after = rows.shape[:at], rows.shape[at + 1 :]
+    return rows.reshape(*before, parts, size // parts, *after), parts

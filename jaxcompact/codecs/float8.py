@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcompact.codecs.codec import Codec, in_rows, is_float, merged
+from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
 from jaxcompact.kernels.quantize import scales
 from jaxcompact.kernels.quantize.levels import saturated
 from jaxcompact.kernels.quantize.reference import (
@@ -26,16 +26,20 @@ _LARGEST_SCALE = 145 / 128 * 2.0**119  # of bfloat16, times 448 within float32
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scales"],
-    meta_fields=["shape", "dtype"],
+    meta_fields=["shape", "dtype", "parts"],
 )
 @dataclass(frozen=True)
 class Float8Encoded:
-    """What is stored: ``values`` float8_e4m3fn and ``scales`` bfloat16, no more."""
+    """What is stored: ``values`` float8_e4m3fn and ``scales`` bfloat16, no more.
+
+    ``parts`` as of `quantized.Encoded`.
+    """
 
     values: jax.Array
     scales: jax.Array
     shape: tuple[int, ...]
     dtype: jnp.dtype
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Float8(Codec):
     `Quantized(bits=8)`, whose error is smaller for the large ones.
 
     Any shape and any float dtype; arithmetic is in float32. Saturates. A group that
-    holds an Inf or a NaN decodes to NaN. Short last axes are merged as by `Quantized`.
+    holds an Inf or a NaN decodes to NaN. Short last axes are merged as by `Quantized`,
+    and groups begin anew on devices as there.
 
     Memory: ``8 + 16 / group_size`` bits an entry.
 
@@ -73,10 +78,14 @@ class Float8(Codec):
     def supports(self, dtype: Any) -> bool:
         return is_float(dtype)
 
+    def _group(self, size: int) -> int:
+        return min(self.group_size, max(1, size))
+
     def encode(self, x: jax.Array, seed: int = 0) -> Float8Encoded:
         self._require(x)
         rows = in_rows(x, merged(x.shape, self.group_size))
-        group = min(self.group_size, max(1, rows.shape[-1]))
+        rows, parts = in_parts(rows, -1, self._group(rows.shape[-1]))
+        group = self._group(rows.shape[-1])
         rows = filled_up(rows, group=group, axis=-1, edge=False)
         rows = split_groups(rows, group=group, axis=-1).astype(jnp.float32)
         furthest, finite = extreme(rows, -1)
@@ -88,13 +97,14 @@ class Float8(Codec):
         # At most 448, or 452 where the scale is the largest: the cast makes NaN of 464.
         values = scales.ratio(rows, used).astype(_DTYPE)
         return Float8Encoded(
-            join_groups(values, axis=-1), stored[..., 0], x.shape, x.dtype
+            join_groups(values, axis=-1), stored[..., 0], x.shape, x.dtype, parts
         )
 
     def decode(self, encoded: Float8Encoded) -> jax.Array:
-        size = merged(encoded.shape, self.group_size)[-1]
-        group = min(self.group_size, max(1, size))
-        values = split_groups(encoded.values, group=group, axis=-1)
+        shape = merged(encoded.shape, self.group_size)
+        size = shape[-1] // encoded.parts
+        values = split_groups(encoded.values, group=self._group(size), axis=-1)
         scale = encoded.scales[..., None].astype(jnp.float32)
         x = saturated(values.astype(jnp.float32) * scale, encoded.dtype)
-        return join_groups(x, size=size, axis=-1).reshape(encoded.shape)
+        rows = join_groups(x, size=size, axis=-1)
+        return rows.reshape(shape).reshape(encoded.shape)

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs.codec import Codec, in_rows, is_float, merged
+from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.quantize import api
-from jaxcompact.kernels.quantize.devices import uneven_parts
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 
@@ -162,16 +161,12 @@ class Quantized(Codec):
         """``x`` in codes and scales."""
         self._require(x)
         rows = in_rows(x, self._grouped(x.shape))
-        size = rows.shape[self.axis]
-        parts = uneven_parts(rows, self.axis, self._group(size))
-        if parts > 1:
-            at = rows.ndim + self.axis
-            before, after = rows.shape[:at], rows.shape[at + 1 :]
-            rows = rows.reshape(*before, parts, size // parts, *after)
+        group = self._group(rows.shape[self.axis])
+        rows, parts = in_parts(rows, self.axis, group)
         codes, scales, lows = api.quantize(
             rows,
             bits=self.bits,
-            group=self._group(size // parts),
+            group=self._group(rows.shape[self.axis]),
             axis=self.axis,
             symmetric=self.symmetric,
             scale_bits=self.scale_bits,

@@ -58,12 +58,6 @@ def division(
     return Division(lambda kernel: kernel, x.shape, False)
 
 
-def uneven_parts(x: jax.Array, axis: int, group: int) -> int:
-    """In how many parts devices have an axis, if no whole groups of it; else 1."""
-    parts = x.shape[axis] // part(x)[axis] if typed(x) and x.size else 1
-    return parts if x.shape[axis] % (group * parts) else 1
-
-
 def _on_parts(kernel: Kernel) -> Kernel:
     """All axes correspond, those of what is stored too; scalars are everywhere."""
 
