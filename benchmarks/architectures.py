@@ -57,8 +57,8 @@ S = jax.ShapeDtypeStruct
 Built = tuple[Callable, Any, tuple]  # loss(params, *rest), params, rest: shapes
 UNIFORM = {bits: jc.policies.uniform(gact(bits)) for bits in (4, 2)}
 BUDGETS = ("16 GB", "32 GB", "80 GB")
-# Whose largest batches are searched for.
-SEARCHED = ("exact", "recomputed", "GACT 4 bits", "GACT 2 bits")
+# Whose largest batches are searched for: automatic bits are as many bytes as theirs.
+SEARCHED = ("exact", "recomputed", "int4", "GACT 4 bits", "GACT 2 bits", "plan")
 
 
 def gpt2_of(layers: int, width: int, heads: int, batch: int, policy, small) -> Built:
@@ -255,12 +255,11 @@ def policies(model: Model, row_of: Callable[[str], dict]) -> Iterator[tuple[str,
         yield f"GACT {bits} bits", policy
         yield f"GACT automatic {bits}", partial(automatic, model, bits)
     budget = model.budget or row_of("recomputed")["peak_bytes"]
-    yield (
-        "plan",
-        lambda: jc.plan_step(
-            partial(model.step, model.batch), layers=model.layers, budget=budget
-        ),
-    )
+    yield "plan", partial(planned, model, model.batch, budget)
+
+
+def planned(model: Model, batch: int, budget: int | str) -> jc.Plan:
+    return jc.plan_step(partial(model.step, batch), layers=model.layers, budget=budget)
 
 
 def make(name: str, search: bool) -> None:
@@ -272,8 +271,8 @@ def make(name: str, search: bool) -> None:
         missing *= search
         if "peak_bytes" in row and not missing:
             continue
-        policy = policy() if callable(policy) else policy
         if "peak_bytes" not in row:
+            policy = policy() if callable(policy) else policy
             step, args = model.step(model.batch, policy)
             row["peak_bytes"] = memory.peak(step, *args).peak_bytes
             if not hasattr(policy, "decide"):
@@ -283,7 +282,10 @@ def make(name: str, search: bool) -> None:
                 row |= {"seconds": done["exact"]["seconds"] + extra}
                 row |= {"error": policy.error}
         for budget in missing:
-            row[budget] = largest(model, policy, budget)
+            if method == "plan":
+                row[budget] = largest_planned(model, budget, done["recomputed"][budget])
+            else:
+                row[budget] = largest(model, policy, budget)
         done[method] = write(row)
 
 
@@ -297,6 +299,30 @@ def largest(model: Model, policy: Any, budget: str) -> int:
     except ValueError as error:  # one is too large
         print(error, file=sys.stderr)
         return 0
+
+
+def largest_planned(model: Model, budget: str, near: int) -> int:
+    """Each batch with a plan of its own; within 2 %."""
+
+    def fits(count: int) -> bool:
+        try:
+            planned(model, count * model.multiple, budget)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return False
+        return True
+
+    count, good, bad = max(1, near // model.multiple), 0, None
+    while bad is None or bad - good > max(1, good // 50):
+        if fits(count):
+            good = count
+        else:
+            bad = count
+        if bad is None:
+            count = good + max(1, good // 4)
+        else:
+            count = (good + bad) // 2 if good else bad * 4 // 5
+    return good * model.multiple
 
 
 def rows() -> list[dict]:
