@@ -41,7 +41,8 @@ class Schedule:
       memory is fetched as early as XLA likes;
     - a light one, and what is elementwise made of it, is not kept while an expensive
       operation runs, but made again for what reads it afterwards;
-    - a matrix product among the outputs is made where its operands are;
+    - a matrix product among the outputs is made where its operands are, and shared by
+      the devices at once where they are to have a part of it each;
     - where XLA splits the program nothing waits for a product that is added to another:
       of products of parts it then sends the sum alone between the devices.
 
@@ -56,6 +57,7 @@ class Schedule:
         self.graph, self.inputs = graph, inputs
         cotangents = graph.inputs[len(inputs) - cts :]
         ops, self.chain, self.reader = in_order(graph, cotangents)
+        ops, self.source = _shared_at_once(ops)
         self.ordered = replace(graph, ops=ops)
         self.number = {op: i for i, op in enumerate(ops)}
         self.maker = {v: op for op in ops for v in op.outs}
@@ -70,7 +72,7 @@ class Schedule:
                     self.light.update(op.outs)
         self.final = {v for v in graph.outputs if not isinstance(v, Literal)}
         for op in reversed(ops):
-            same = renames(op) or op.kind == "convert_element_type"
+            same = renames(op) or op.kind in ("convert_element_type", "reshard")
             if same and not self.final.isdisjoint(op.outs):
                 self.final.update(op.reads)
         self.summands = _summands(ops) if any(map(_is_split, inputs)) else set()
@@ -96,13 +98,14 @@ class Schedule:
         if expensive(op):
             self.stage += 1
             self.before = self._read_later(op.outs) or self.before
-        if op.kind not in _PRODUCTS:
+        if op not in self.source:
             return outs
         if self.final.isdisjoint(op.outs):
             self.products.extend(op.outs)
             return outs
         # What else is to be made of its operands, or of products, waits for it.
-        waiting = self._read_later({*self.products, *op.reads} - self.summands)
+        operands = self.source[op].reads
+        waiting = self._read_later({*self.products, *operands} - self.summands)
         outs, tied = tie((outs, [env[v] for v in waiting]))
         env.update(zip(waiting, tied, strict=True))
         return outs
@@ -153,11 +156,43 @@ def _keeps(op: Op) -> bool:
     return expensive(op) or op.kind == "optimization_barrier"
 
 
-def _summands(ops: Iterable[Op]) -> set[int]:
+def _shared_at_once(ops: Sequence[Op]) -> tuple[list[Op], dict[Op, Op]]:
+    """The operations, what shares a product among devices next to it: XLA sends each
+    its part alone only then. And the product of each that ends so, or is one itself."""
+    readers = _readers(ops)
+    ordered: list[Op] = []
+    source: dict[Op, Op] = {}
+    moved: set[Op] = set()
+    for op in ops:
+        if op in moved:
+            continue
+        ordered.append(op)
+        if op.kind not in _PRODUCTS:
+            continue
+        behind, last = [], op
+        while len(readers[last.outs[0]]) == 1:
+            (last,) = readers[last.outs[0]]
+            if not (renames(last) or last.kind == "reshard"):
+                break
+            behind.append(last)
+        while behind and behind[-1].kind != "reshard":
+            behind.pop()
+        ordered += behind
+        moved.update(behind)
+        source[ordered[-1]] = op
+    return ordered, source
+
+
+def _readers(ops: Iterable[Op]) -> dict[int, list[Op]]:
     readers: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         for v in set(op.reads):
             readers[v].append(op)
+    return readers
+
+
+def _summands(ops: Iterable[Op]) -> set[int]:
+    readers = _readers(ops)
     return {
         v
         for op in ops

@@ -111,6 +111,26 @@ def test_weight_gradients_do_not_wait(dtype):
     assert weights in made_of(eqns, hidden)
 
 
+def test_weight_gradients_do_not_wait_where_weights_are_shared():
+    """What shares them among devices follows at once: XLA sends parts alone then."""
+    mesh = jax.make_mesh((4,), ("d",))
+
+    def gathered(w, x):
+        return gated([jax.sharding.reshard(a, jax.P()) for a in w], x)
+
+    with jax.set_mesh(mesh):
+        w = [jax.device_put(a, jax.P(None, "d")) for a in W]
+        x = jax.device_put(X, jax.P("d"))
+        eqns = backward(gathered, jc.policies.uniform(INT4), w, x)
+    weights, hidden, other = places(eqns, "dot_general")
+    for i in (weights, other):
+        turned, shared = eqns[i + 1 : i + 3]
+        assert turned.primitive.name == "transpose"
+        assert shared.primitive.name == "reshard"
+        assert shared.invars == turned.outvars
+    assert weights + 2 in made_of(eqns, hidden)
+
+
 def test_what_is_an_output_itself_is_made():
     jaxpr = jax.make_jaxpr(lambda a, ct: (a, 2 * ct, 3.0))(1.0, 1.0)
     later = Later([jnp.float32(5)], lambda leaves: leaves[0] + 1, light=True)

@@ -182,6 +182,14 @@ MUTATIONS = [
         "tests/test_schedule.py::test_a_sum_over_cards_is_sent_once",
     ),
     Mutation(
+        "a gradient that devices are to have parts of waits",
+        "jaxcompact/schedule.py",
+        'op.kind in ("convert_element_type", "reshard")',
+        'op.kind == "convert_element_type"',
+        "tests/test_schedule.py"
+        "::test_weight_gradients_do_not_wait_where_weights_are_shared",
+    ),
+    Mutation(
         "a barrier holds what nothing reads behind it",
         "jaxcompact/graph.py",
         "if out in read_later]",
