@@ -72,7 +72,7 @@ class Schedule:
                     self.light.update(op.outs)
         self.final = {v for v in graph.outputs if not isinstance(v, Literal)}
         for op in reversed(ops):
-            same = renames(op) or op.kind in ("convert_element_type", "reshard")
+            same = renames(op) or op.kind == "convert_element_type"
             if same and not self.final.isdisjoint(op.outs):
                 self.final.update(op.reads)
         self.summands = _summands(ops) if any(map(_is_split, inputs)) else set()
