@@ -16,7 +16,7 @@ results/architectures.jsonl that are there are not made again.
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,9 +67,10 @@ def gpt2_of(layers: int, width: int, heads: int, batch: int, policy, small) -> B
     return adacc_gpt2.build(layers, width, heads, batch, 1024, policy)
 
 
-def bert(batch: int, policy, small) -> Built:
+def bert(batch: int, policy, small, layers: int = 24, width: int = 1024) -> Built:
     """Its form is RoBERTa's: one kind of segment. Sequences of 128, three classes."""
     cfg, seq = replace(CONFIGS["roberta-large"], vocab_size=30522, labels=3), 128
+    cfg = replace(cfg, layers=layers, width=width, ff=4 * width, heads=width // 64)
     if small:
         cfg, seq = replace(cfg, vocab_size=512, width=64, ff=256, layers=2, heads=4), 32
     schedule = optax.constant_schedule(1e-4)
@@ -81,7 +82,7 @@ def bert(batch: int, policy, small) -> Built:
     return training.loss, training.abstract.params, (examples,)
 
 
-def resnet50(batch: int, policy, small) -> Built:
+def resnet50(batch: int, policy, small, pixels: int = 224) -> Built:
     block = jax_resnet.ResNetBottleneckBlock
     model = jax_resnet.ResNet(
         nn.remat(block) if policy == "nothing" else block,
@@ -97,7 +98,7 @@ def resnet50(batch: int, policy, small) -> Built:
         variables = {"params": params, "batch_stats": statistics}
         return model.apply(variables, images, mutable=["batch_stats"])[0]
 
-    return _classifier(model, apply, batch, 64 if small else 224, policy)
+    return _classifier(model, apply, batch, 64 if small else pixels, policy)
 
 
 def swin_t(batch: int, policy, small) -> Built:
@@ -161,7 +162,11 @@ def _is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and isinstance(x[0], int)
 
 
-GCN = ((128, 256), (256, 256), (256, 40))
+def gcn(batch: int, policy, small, layers: int = 3) -> Built:
+    sizes = ((128, 256), *[(256, 256)] * (layers - 2), (256, 40))
+    return graphs(gcn_logits, sizes, False, batch, policy, small)
+
+
 GAT = (  # three heads of 250, three times
     {"w": (128, 750), "a": (500, 1)},
     {"w": (750, 750), "a": (500, 1)},
@@ -197,11 +202,35 @@ MODELS = {
     "BERT-large": Model(bert, 128, 24, 16),
     "ResNet-50": Model(resnet50, 128, 1, 16, "2.7GiB"),
     "Swin-T": Model(swin_t, 128, 1, 16),
-    "GCN": Model(partial(graphs, gcn_logits, GCN, False), 1, 1, 1),
+    "GCN": Model(gcn, 1, 1, 1),
     "GAT": Model(
         partial(graphs, partial(gat_logits, heads=(3, 3, 3)), GAT, True), 1, 1, 1
     ),
 }
+
+
+@dataclass(frozen=True)
+class Larger:
+    """What is made larger of a model at one batch, in which multiples."""
+
+    build: Callable[..., Built]
+    batch: int
+    of: str
+    multiple: int
+
+    def step(self, size: int, policy: Any) -> tuple[Callable, tuple]:
+        sized = {self.of: size}
+        return adacc_gpt2.adam_step(*self.build(self.batch, policy, False, **sized))
+
+
+LARGER = {
+    "BERT-large, layers": Larger(bert, 16, "layers", 1),
+    "BERT-large, width": Larger(bert, 16, "width", 64),
+    "ResNet-50, pixels": Larger(resnet50, 64, "pixels", 32),
+    "GCN, layers": Larger(gcn, 1, "layers", 2),
+}
+LARGER_WITH = {"exact": None, "recomputed": "nothing"}
+LARGER_WITH |= {f"GACT {bits} bits": policy for bits, policy in UNIFORM.items()}
 
 
 def automatic(model: Model, bits: int) -> jc.Policy:
@@ -289,10 +318,20 @@ def make(name: str, search: bool) -> None:
         done[method] = write(row)
 
 
-def largest(model: Model, policy: Any, budget: str) -> int:
+def make_larger(name: str) -> None:
+    """Not a batch, but that size of the model, is searched for."""
+    larger = LARGER[name]
+    known = {row["method"] for row in rows() if row["model"] == name}
+    for method, policy in LARGER_WITH.items():
+        if method not in known:
+            row = {"model": name, "method": method, "batch": larger.batch}
+            write(row | {"16 GB": largest(larger, policy, "16 GB")})
+
+
+def largest(model: Model | Larger, policy: Any, budget: str) -> int:
     try:
         return memory.largest_batch(
-            lambda batch: model.step(batch, policy),
+            lambda size: model.step(size, policy),
             budget=budget,
             multiple=model.multiple,
         ).batch
@@ -361,15 +400,30 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def table_of_larger() -> str:
+    lines = [f"| in 16 GB | batch | {' | '.join(LARGER_WITH)} |"]
+    lines.append("|---" * (len(LARGER_WITH) + 2) + "|")
+    for name, larger in LARGER.items():
+        most = {row["method"]: row["16 GB"] for row in rows() if row["model"] == name}
+        cells = (f"{n} ({n / most['exact']:.1f}x)" for n in most.values())
+        lines.append(f"| {name} | {larger.batch} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     command, *rest = sys.argv[1:] or ["table"]
     if command == "table":
-        print(table())
+        print(table(), table_of_larger(), sep="\n\n")
         return
-    names = [n for n in MODELS if not rest or any(word in n for word in rest)]
+
+    def asked(models: Iterable[str]) -> list[str]:
+        return [n for n in models if not rest or any(word in n for word in rest)]
+
     for search in (False, True):  # peaks first
-        for name in names:
+        for name in asked(MODELS):
             make(name, search)
+    for name in asked(LARGER):
+        make_larger(name)
 
 
 if __name__ == "__main__":
