@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from readers import DataError
 from tables import Row, find_table, read_splits, read_table
 
 HELD_OUT = 10  # of a file alone one example in this many is held out
+_LARGEST = float(np.finfo(np.float32).max)  # of ratings, which train as float32
 _DEV = ("dev", "valid", "validation", "val", "test")  # the first that is there
 
 
@@ -195,18 +198,31 @@ def _labelled(
                 continue
             raise DataError(f"{place}: the line has no column {missing[0]!r}")
         *texts, label = (values[name] for name in wanted)
-        yield place, tuple(map(str, texts)), _names(task, place, label)
+        texts = zip(task.texts, texts, strict=True)
+        strings = tuple(_string(place, name, text) for name, text in texts)
+        yield place, strings, _names(task, place, label)
 
 
 def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:
     if task.multi_label:
-        names = label if isinstance(label, list) else str(label).split(",")
-        return tuple(filter(None, (str(name).strip() for name in names)))
+        if not isinstance(label, list):
+            label = _string(place, task.label, label).split(",")
+        names = (_string(place, task.label, name).strip() for name in label)
+        return tuple(filter(None, names))
     if isinstance(label, list):
         raise DataError(
             f"{place}: {task.label} must not be a list but for --task tag; {label!r}"
         )
-    return (str(label),)
+    name = _string(place, task.label, label).strip()
+    if not name:
+        raise DataError(f"{place}: {task.label} must not be empty; {label!r}")
+    return (name,)
+
+
+def _string(place: str, column: str, value: Any) -> str:
+    if value is None or isinstance(value, list | dict):
+        raise DataError(f"{place}: {column} must be a text or a number; {value!r}")
+    return str(value)
 
 
 def _order(name: str) -> tuple[float, str]:
@@ -224,8 +240,13 @@ def _example(task: Task, row: Labelled) -> Example:
                 )
         numbers = tuple(task.labels.index(name) for name in names)
         return Example(texts, numbers if task.multi_label else numbers[0])
-    (rating,) = names
+    (name,) = names
     try:
-        return Example(texts, float(rating))
+        rating = float(name)
     except ValueError:
-        raise DataError(f"{place}: {task.label} must be a number; {rating!r}") from None
+        rating = math.nan
+    if not abs(rating) <= _LARGEST:
+        raise DataError(
+            f"{place}: {task.label} must be a finite number in float32; {name!r}"
+        )
+    return Example(texts, rating)

@@ -178,7 +178,7 @@ def test_qqps_broken_lines_are_counted_and_left_out(tmp_path):
         (
             "stsb",
             "\t".join(["1"] * 9) + "\thigh\n",
-            r"train.tsv:3: score must be a number; 'high'",
+            r"train.tsv:3: score must be a finite number in float32; 'high'",
         ),
     ],
 )
@@ -331,6 +331,50 @@ def test_lists_are_of_several_classes_alone(kind, tmp_path):
     text = lines({"text": "a", "label": ["x"]})
     write(tmp_path, {"train": text, "dev": text}, ".jsonl")
     with pytest.raises(DataError, match=r"jsonl:1: label must not .* tag; \['x'\]"):
+        read_task(own_task("text", "label", kind), tmp_path)
+
+
+def test_spaces_around_a_class_are_no_part_of_it(tmp_path):
+    text = "a\tneg \nb\tneg\nc\t pos\n"
+    write(tmp_path, {"train": text, "dev": text})
+    splits = read_task(own_task("1", "2", "classify"), tmp_path)
+    assert splits.task.labels == ("neg", "pos")
+    assert [example.target for example in splits.train] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("kind", ["classify", "rate"])
+def test_an_empty_label_is_refused(kind, tmp_path):
+    write(tmp_path, {"train": "a\t1\nb\t \n", "dev": "a\t1\n"})
+    with pytest.raises(DataError, match=r"train.tsv:2: 2 must not be empty; ' '"):
+        read_task(own_task("1", "2", kind), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "rating", ["nan", "inf", "-inf", "1e39", float("nan"), float("inf"), 10**40, True]
+)
+def test_ratings_are_finite_in_float32(rating, tmp_path):
+    text = lines({"text": "a", "label": 3.4e38}, {"text": "b", "label": rating})
+    write(tmp_path, {"train": text, "dev": text}, ".jsonl")
+    told = rf"jsonl:2: label must be a finite number in float32; '{rating}'"
+    with pytest.raises(DataError, match=told):
+        read_task(own_task("text", "label", "rate"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, record, told",
+    [
+        ("classify", {"text": ["b"], "label": "y"}, r"text must be a text .*; \['b'\]"),
+        ("rate", {"text": {"b": 1}, "label": 1}, r"text must be a text .*; {'b': 1}"),
+        ("classify", {"text": "b", "label": {"y": 1}}, r"label must .*; {'y': 1}"),
+        ("tag", {"text": "b", "label": {"y": 1}}, r"label must be a text .*; {'y': 1}"),
+        ("tag", {"text": "b", "label": ["x", ["y"]]}, r"label must .*; \['y'\]"),
+        ("tag", {"text": "b", "label": ["x", None]}, "label must be .*; None"),
+    ],
+)
+def test_lists_and_objects_are_no_texts_nor_labels(kind, record, told, tmp_path):
+    text = lines({"text": "a", "label": "1"}, record)
+    write(tmp_path, {"train": text, "dev": text}, ".jsonl")
+    with pytest.raises(DataError, match=f"train.jsonl:2: {told}"):
         read_task(own_task("text", "label", kind), tmp_path)
 
 
