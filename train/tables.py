@@ -1,6 +1,7 @@
 """Rows of tables in files: TSV, CSV, lines of JSON, and splits in one JSON file.
 
-A line of TSV is split at every tab: its quotation marks are text.
+A line of TSV is split at every tab: its quotation marks are text. Rows of CSV are all
+as wide as the first, so that a quotation mark left open does not take rows away.
 """
 
 import csv
@@ -89,8 +90,7 @@ def _rows(path: Path, text: str, columns: Columns) -> Iterator[Row]:
         yield from _json(path, lines)
         return
     if _suffix(path) == ".csv":
-        reader = csv.reader(io.StringIO(text, newline=""))
-        table = ((reader.line_num, row) for row in reader)
+        table = _csv(path, text)
     else:
         table = enumerate((line.split("\t") for line in lines), start=1)
     for number, row in table:
@@ -100,6 +100,32 @@ def _rows(path: Path, text: str, columns: Columns) -> Iterator[Row]:
             columns = tuple(row)
             continue
         yield f"{path}:{number}", dict(zip(columns, row, strict=False))
+
+
+def _csv(path: Path, text: str) -> list[tuple[int, list[str]]]:
+    """(first line, cells) of every row that is not empty."""
+    reader, rows = csv.reader(io.StringIO(text, newline=""), strict=True), []
+    limit = csv.field_size_limit(len(text))  # the process has one for all readers
+    try:
+        while True:
+            number = reader.line_num + 1
+            if (row := next(reader, None)) is None:
+                return rows
+            if not row:
+                continue
+            rows.append((number, row))
+            if len(row) != (width := len(rows[0][1])):
+                raise DataError(
+                    f"{path}:{number}: a row must have as many columns as the first, "
+                    f"{width}, got {len(row)}"
+                )
+    except csv.Error as error:
+        raise DataError(
+            f"{path}:{number}: a quotation mark is left open, or text follows it "
+            f"({error})"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _json(path: Path, lines: list[str]) -> Iterator[Row]:

@@ -1,11 +1,12 @@
-"""Splits in one JSON file, in the form of CLINC150's; test_tasks.py has the others."""
+"""CSV, and splits in one JSON file, as CLINC150's; test_tasks.py has the others."""
 
+import csv
 import json
 
 import pytest
 
 from readers import DataError
-from tables import read_splits
+from tables import read_splits, read_table
 from tasks import Example, own_task, read_task
 
 PAIRS = own_task("1", "2", "classify")
@@ -77,3 +78,38 @@ def test_rows_without_names_need_numbers(tmp_path):
     path = write(tmp_path / "data.json", CLINC)
     with pytest.raises(DataError, match="data.json: .* --label-column must be numbers"):
         read_task(own_task("text", "label", "classify"), path)
+
+
+# --- CSV -------------------------------------------------------------------------
+
+
+def test_a_row_of_csv_is_placed_where_it_begins(tmp_path):
+    text = 'text,label\n"a\nb",x\n\nc,"y"\n'
+    path = write(tmp_path / "data.csv", text)
+    assert list(read_table(path, None)) == [
+        (f"{path}:2", {"text": "a\nb", "label": "x"}),
+        (f"{path}:5", {"text": "c", "label": "y"}),
+    ]
+
+
+def test_a_long_text_of_csv_is_read_and_the_limit_is_as_before(tmp_path):
+    limit, text = csv.field_size_limit(), "a" * (csv.field_size_limit() + 1)
+    path = write(tmp_path / "data.csv", f"text,label\n{text},x\n")
+    assert [row["text"] for _, row in read_table(path, None)] == [text]
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize(
+    "rows, told",
+    [
+        ('a,x\n"b,y\nc,z\n', "data.csv:3: a quotation mark is left open"),
+        ('a,x\n"b,y\n"c",z\n', "data.csv:3: a quotation mark is left open"),
+        ('a,"x" y\n', "data.csv:2: .* or text follows it"),
+        ('a,x\n"b,y\nc,"\n', "data.csv:3: .* as the first, 2, got 1"),
+        ("a,x\nb,and c,y\n", "data.csv:3: .* as the first, 2, got 3"),
+    ],
+)
+def test_rows_of_csv_that_are_not_whole(rows, told, tmp_path):
+    path = write(tmp_path / "data.csv", f"text,label\n{rows}")
+    with pytest.raises(DataError, match=told):
+        list(read_table(path, None))
