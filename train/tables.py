@@ -36,37 +36,47 @@ def find_table(folder: Path, names: Iterable[str]) -> Path:
     )
 
 
-def read_table(path: Path, columns: Columns) -> Iterator[Row]:
-    """Raises DataError for a file, or a line, that cannot be read."""
-    return _rows(path, _text(path), columns)
+def read_table(
+    path: Path, columns: Columns, needed: Iterable[str] = ()
+) -> Iterator[Row]:
+    """Raises DataError for a file, or a line, that cannot be read.
+
+    So it does for a header without the columns that are ``needed``.
+    """
+    return _rows(path, _text(path), columns, needed)
 
 
-def read_splits(path: Path, columns: Columns) -> dict[str, Iterator[Row]]:
+def read_splits(
+    path: Path, columns: Columns, needed: Iterable[str] = ()
+) -> dict[str, Iterator[Row]]:
     """The splits in one file: those of an object of JSON, or train alone.
 
-    The object has lists of rows, ``{"train": [["a text", "its class"], ...], ...}``;
-    what has a split's name at its end, as CLINC150's oos_train has, is part of it.
+    The object has lists of rows, ``{"train": [["a text", "its class"], ...], ...}``,
+    which are objects where columns have names; what has a split's name at its end, as
+    CLINC150's oos_train has, is part of it.
     """
     text = _text(path)
     splits = _object(path, text) if _suffix(path) == ".json" else None
     if splits is None:
-        return {"train": _rows(path, text, columns)}
-    if columns is None:
-        raise DataError(
-            f"{path}: rows are lists here: --text-columns and --label-column must be "
-            f"numbers, from 1"
-        )
+        return {"train": _rows(path, text, columns, needed)}
     found: dict[str, list[Row]] = {}
     for name, rows in splits.items():
         split = found.setdefault(name.rpartition("_")[2], [])
         for number, row in enumerate(rows, start=1):
             place = f"{path}:{name}:{number}"
-            if not isinstance(row, list):
-                raise DataError(f"{place}: a row must be a list, got {row!r}")
-            split.append((place, dict(zip(columns, row, strict=False))))
+            split.append((place, _named(place, row, columns)))
     if "train" not in found:
         raise DataError(f"{path}: no train among its splits, {', '.join(splits)}")
     return {name: iter(rows) for name, rows in found.items()}
+
+
+def _named(place: str, row: Any, columns: Columns) -> dict[str, Any]:
+    kind, rule = dict, "an object where --text-columns are names"
+    if columns is not None:
+        kind, rule = list, "a list where --text-columns are numbers"
+    if not isinstance(row, kind):
+        raise DataError(f"{place}: a row must be {rule}, got {row!r}")
+    return row if columns is None else dict(zip(columns, row, strict=False))
 
 
 def _suffix(path: Path) -> str:
@@ -83,7 +93,9 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}: unreadable ({error})") from error
 
 
-def _rows(path: Path, text: str, columns: Columns) -> Iterator[Row]:
+def _rows(
+    path: Path, text: str, columns: Columns, needed: Iterable[str]
+) -> Iterator[Row]:
     # Not splitlines: a text may hold what Python also takes for an end of line.
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     if _suffix(path) in _JSON:
@@ -98,6 +110,11 @@ def _rows(path: Path, text: str, columns: Columns) -> Iterator[Row]:
             continue
         if columns is None:
             columns = tuple(row)
+            if missing := [name for name in needed if name not in columns]:
+                raise DataError(
+                    f"{path}:{number}: no column {missing[0]!r}, the header has "
+                    f"{', '.join(columns)}"
+                )
             continue
         yield f"{path}:{number}", dict(zip(columns, row, strict=False))
 

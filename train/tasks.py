@@ -7,6 +7,7 @@ tables.py has the files' own forms.
 """
 
 import math
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -151,9 +152,11 @@ def read_task(task: Task, path: str | Path) -> Splits:
     Where there is nothing but train, one example in ten is held out. Raises DataError,
     with file and line, for what does not have the task's form.
     """
-    path, broken = Path(path), []
+    path, broken, needed = Path(path), [], (*task.texts, task.label)
+    if not path.exists():
+        raise DataError(f"--task-data must exist, got {path}")
     if path.is_file() and not task.dev:
-        tables = read_splits(path, task.columns)
+        tables = read_splits(path, task.columns, needed)
         dev = [name for name in _DEV if name in tables][:1]
         tables = {name: tables[name] for name in ("train", *dev)}
     elif path.is_dir():
@@ -161,7 +164,7 @@ def read_task(task: Task, path: str | Path) -> Splits:
         for names in [(name,) for name in task.dev] or [_DEV]:
             file = find_table(path, names)
             files[file.name.partition(".")[0]] = file
-        tables = {name: read_table(f, task.columns) for name, f in files.items()}
+        tables = {n: read_table(f, task.columns, needed) for n, f in files.items()}
     else:
         raise DataError(f"--task-data must be a folder of train and dev, got {path}")
     rows = {name: list(_labelled(task, t, broken)) for name, t in tables.items()}
@@ -222,7 +225,12 @@ def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:
 def _string(place: str, column: str, value: Any) -> str:
     if value is None or isinstance(value, list | dict):
         raise DataError(f"{place}: {column} must be a text or a number; {value!r}")
-    return str(value)
+    text = str(value)
+    if half := re.search("[\ud800-\udfff]", text):
+        raise DataError(
+            f"{place}: {column} must be Unicode, it has half a surrogate, {half[0]!r}"
+        )
+    return text
 
 
 def _order(name: str) -> tuple[float, str]:

@@ -61,7 +61,7 @@ def test_lines_of_json_are_no_splits(tmp_path):
         ('{"train": [["a", "b"]]}\n{}', "data.json:1: the line has no column '1'"),
         (
             {"train": [["a", "b"], "c"]},
-            "data.json:train:2: a row must .* list, got 'c'",
+            "data.json:train:2: a row must be a list .* are numbers, got 'c'",
         ),
         ({"train": [["a"]]}, "data.json:train:1: the line has no column '2'"),
         ({"training": [["a", "b"]]}, "no train among its splits, training"),
@@ -74,10 +74,23 @@ def test_files_that_do_not_fit(content, told, tmp_path):
         read_task(PAIRS, write(tmp_path / "data.json", content))
 
 
-def test_rows_without_names_need_numbers(tmp_path):
+def test_rows_may_have_names(tmp_path):
+    rows = [{"text": text, "label": label} for text, label in CLINC["train"]]
+    path = write(tmp_path / "data.json", {"train": rows, "dev": rows[:1]})
+    splits = read_task(own_task("text", "label", "classify"), path)
+    assert splits.train == [Example(("what is hi",), 1), Example(("pay it",), 0)]
+    assert splits.dev == {"dev": splits.train[:1]}
+
+
+def test_rows_without_names_need_numbers_and_rows_with_names_need_names(tmp_path):
     path = write(tmp_path / "data.json", CLINC)
-    with pytest.raises(DataError, match="data.json: .* --label-column must be numbers"):
+    told = "data.json:oos_val:1: a row must be an object .* are names, got .'why"
+    with pytest.raises(DataError, match=told):
         read_task(own_task("text", "label", "classify"), path)
+    path = write(tmp_path / "data.json", {"train": [{"text": "a", "label": "b"}]})
+    told = "data.json:train:1: a row must be a list .* are numbers, got {'text'"
+    with pytest.raises(DataError, match=told):
+        read_task(PAIRS, path)
 
 
 # --- CSV -------------------------------------------------------------------------

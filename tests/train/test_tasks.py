@@ -193,7 +193,7 @@ def test_a_bad_line_is_named(name, line, told, tmp_path):
     [
         ({"train": FILES["qnli"]["train"]}, "no dev.tsv"),
         ({"dev": FILES["qnli"]["dev"]}, "no train.tsv"),
-        (FILES["rte"], "train.tsv:2: the line has no column 'question'"),
+        (FILES["rte"], "train.tsv:1: no column 'question', .* has index, "),
         (
             FILES["qnli"] | {"dev": "index\tquestion\tsentence\tlabel\n"},
             "no example in dev",
@@ -205,7 +205,11 @@ def test_folders_that_hold_another_task(files, told, tmp_path):
         read_task(TASKS["qnli"], write(tmp_path, files))
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_folder_that_is_not_there_or_a_file(tmp_path):
+    for task in (TASKS["rte"], own_task("text", "label", "classify")):
+        with pytest.raises(DataError, match=f"data must exist, got {tmp_path / 'RTE'}"):
+            read_task(task, tmp_path / "RTE")
+    (tmp_path / "RTE").write_text("")
     with pytest.raises(DataError, match=f"must be a folder .* {tmp_path / 'RTE'}"):
         read_task(TASKS["rte"], tmp_path / "RTE")
 
@@ -258,7 +262,21 @@ def test_own_pairs_and_ratings(tmp_path):
         (".jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "train.jsonl:2: no JSON"),
         (".jsonl", '["a", "b"]\n', "train.jsonl:1: not an object"),
         (".jsonl", '{"text": "a"}\n', "train.jsonl:1: .* no column 'label'"),
-        (".tsv", "text\tkind\na\tb\n", "train.tsv:2: .* no column 'label'"),
+        (
+            ".tsv",
+            "text\tkind\na\tb\n",
+            "train.tsv:1: no column 'label', the header has text, kind",
+        ),
+        (
+            ".jsonl",
+            '{"text": "a\\ud83d", "label": "b"}',
+            r"train.jsonl:1: text must .* half a surrogate, '\\ud83d'",
+        ),
+        (
+            ".jsonl",
+            '{"text": "a", "label": "\\ude00"}',
+            r"train.jsonl:1: label must .* half a surrogate, '\\ude00'",
+        ),
         (".csv", "text,label\na,b\nc,b\n", r"two or more, train has \['b'\]"),
     ],
 )
