@@ -1,5 +1,6 @@
 """Shapes of LLaMA, GPT-2 and RoBERTa: the papers', and a tiny one of each for a CPU."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,8 +155,9 @@ def _check(cfg: Any, sizes: tuple[str, ...], positive: tuple[str, ...]) -> None:
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
     for name in positive:
-        if not getattr(cfg, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(cfg, name)}")
+        value = getattr(cfg, name)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
     if cfg.width % cfg.heads:
         raise ValueError(
             f"width must be divisible by heads ({cfg.heads}), got {cfg.width}"

@@ -6,7 +6,6 @@ save_gpt2(model, "another/folder")
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,12 @@ from configs import GPT2Config
 from gpt2 import Gpt2
 from huggingface import (
     filled,
+    kinds_of,
     open_tensors,
     read_config,
     read_parameter,
     require_tensors,
+    require_tied,
     some,
     write_tensors,
 )
@@ -53,6 +54,7 @@ _FIELDS = {  # of GPT2Config -> of config.json
     "max_seq": "n_positions",
     "norm_eps": "layer_norm_epsilon",
 }
+_OPTIONAL = {"n_inner": int | None, "resid_pdrop": float}
 _FIXED = {  # fields of config.json that Gpt2 does not vary
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -87,7 +89,7 @@ def load_gpt2(directory: str | Path, **model_kwargs: Any) -> Gpt2:
     paths = [path_name(path) for path, _ in params]
     expected = {name for path in paths for name in _names(path, cfg, prefix)}
     require_tensors(directory, tensors, expected)
-    _require_tied(directory, tensors.pop("lm_head.weight", None), tensors, prefix)
+    require_tied(directory, tensors, prefix + _WORDS)
     if unknown := sorted(tensors.keys() - expected):
         raise ValueError(f"{directory} has tensors of no GPT-2: {some(unknown)}")
 
@@ -140,18 +142,9 @@ def _names(path: str, cfg: GPT2Config, prefix: str) -> list[str]:
     return [name.format(layer) for layer in range(cfg.layers)]
 
 
-def _require_tied(
-    directory: Path, head: Callable | None, tensors: dict[str, Callable], prefix: str
-) -> None:
-    if head and not np.array_equal(head(), tensors[prefix + _WORDS]()):
-        raise ValueError(
-            f"lm_head.weight in {directory} must be {prefix}{_WORDS}, with which a "
-            f"GPT-2 shares it; it is another matrix"
-        )
-
-
 def _read_config(path: Path) -> GPT2Config:
-    config = read_config(path, _FIXED, _FIELDS.values())
+    kinds = kinds_of(GPT2Config, _FIELDS) | _OPTIONAL
+    config = read_config(path, _FIXED, kinds, _OPTIONAL)
     fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
     fields["ff"] = config.get("n_inner") or 4 * config["n_embd"]
     fields["dropout"] = config.get("resid_pdrop", GPT2Config.dropout)

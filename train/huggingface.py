@@ -4,8 +4,9 @@ Parameters are those of models whose layers are stacked: ``layers/...`` is a ten
 each layer there, and a kernel (n, m) is (m, n), or of a GPT-2's Conv1D (n, m) too.
 """
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from flax import nnx
 
 from jaxcompact.paths import path_name
 from readers import DataError, require
+
+_KINDS = {
+    int: "an int",
+    float: "a number",
+    bool: "true or false",
+    int | None: "an int or null",
+    dict | None: "an object or null",
+}
 
 
 def folder_of(weights: str | Path) -> Path:
@@ -38,20 +47,51 @@ def folder_of(weights: str | Path) -> Path:
         ) from error
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises ValueError, naming the file, if it has none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must be an object of JSON, got {value!r}")
+    return value
+
+
+def kinds_of(shape: type, fields: dict[str, str]) -> dict[str, Any]:
+    """config.json's field -> the type of the shape's field that it is."""
+    kinds = {field.name: field.type for field in dataclasses.fields(shape)}
+    return {theirs: kinds[ours] for ours, theirs in fields.items()}
+
+
 def read_config(
-    path: Path, fixed: dict[str, Any], needed: Iterable[str]
+    path: Path,
+    fixed: dict[str, Any],
+    kinds: dict[str, Any],
+    optional: Container[str] = (),
 ) -> dict[str, Any]:
-    """Raises ValueError for a field that must be another, or that is missing."""
-    config = json.loads(path.read_text(encoding="utf-8"))
+    """Raises ValueError for a field of another value or type, or that is missing."""
+    config = read_json(path)
     for field, only in fixed.items():
         if config.get(field, only) != only:
             raise ValueError(
                 f"{field} in {path} must be {only!r}, got {config[field]!r}"
             )
-    for field in needed:
+    for field, kind in kinds.items():
         if field not in config:
+            if field in optional:
+                continue
             raise ValueError(f"{field} is missing in {path}")
+        if not _is_of(config[field], kind):
+            raise ValueError(
+                f"{field} in {path} must be {_KINDS[kind]}, got {config[field]!r}"
+            )
     return config
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    among = int | float if kind is float else kind
+    return isinstance(value, among) and isinstance(value, bool) == (kind is bool)
 
 
 def open_tensors(directory: Path) -> dict[str, Callable[[], np.ndarray]]:
@@ -60,7 +100,12 @@ def open_tensors(directory: Path) -> dict[str, Callable[[], np.ndarray]]:
     index = directory / "model.safetensors.index.json"
     shards = ["model.safetensors"]
     if index.exists():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or {type(f) for f in files.values()} - {str}:
+            raise ValueError(
+                f"weight_map in {index} must be an object of file names, got {files!r}"
+            )
+        shards = sorted(set(files.values()))
     tensors = {}
     for shard in shards:
         if not (directory / shard).is_file():
@@ -82,6 +127,16 @@ def require_tensors(directory: Path, tensors: dict, names: set[str]) -> None:
         raise ValueError(f"{directory} lacks {some(missing)}")
 
 
+def require_tied(directory: Path, tensors: dict, words: str) -> None:
+    """Takes away an output matrix, which must be the embedding, named ``words``."""
+    head = tensors.pop("lm_head.weight", None)
+    if head and not np.array_equal(head(), tensors[words]()):
+        raise ValueError(
+            f"lm_head.weight in {directory} must be {words}, with which the model "
+            f"shares it; it is another matrix"
+        )
+
+
 def read_parameter(
     directory: Path,
     tensors: dict[str, Callable[[], np.ndarray]],
@@ -92,7 +147,8 @@ def read_parameter(
 ) -> np.ndarray:
     """A parameter of the tensors that make it up: of each layer, if there are layers.
 
-    ``transpose`` is for kernels. Raises ValueError for a tensor of another shape.
+    ``transpose`` is for kernels. Raises ValueError for a tensor of another shape, or
+    of integers.
     """
     stacked = path.startswith("layers/")
     want = shape[1:] if stacked else shape
@@ -106,6 +162,10 @@ def read_parameter(
             raise ValueError(
                 f"{name} in {directory} must have shape {want} by config.json, "
                 f"got {part.shape}"
+            )
+        if not jnp.issubdtype(part.dtype, jnp.floating):
+            raise ValueError(
+                f"{name} in {directory} must be of floating dtype, got {part.dtype}"
             )
         parts.append(part.T if transpose else part)
     return np.stack(parts) if stacked else parts[0]

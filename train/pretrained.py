@@ -1,6 +1,5 @@
 """What a run begins with, a shape or trained weights, and the weights it leaves."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from flax import nnx
 from configs import MODELS, GPT2Config, ModelConfig, RobertaConfig
 from folders import crc
 from gpt2_weights import load_gpt2, save_gpt2
-from huggingface import folder_of
+from huggingface import folder_of, read_json
 from pretrain_options import ModelOptions
 from readers import DataError
 from roberta_weights import save_roberta
@@ -55,8 +54,8 @@ def load(weights: str | None, param_dtype: str) -> Pretrained | None:
         return None
     folder = folder_of(weights)
     path = folder / "config.json"
-    kind = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    if kind not in _LOAD:
+    kind = read_json(path).get("model_type")
+    if kind not in tuple(_LOAD):  # it may be a list
         raise ValueError(
             f"model_type in {path} must be one of {', '.join(_LOAD)}, got {kind!r}"
         )

@@ -74,8 +74,9 @@ def read_config(directory: str | Path) -> RobertaConfig:
     do.
     """
     path = Path(directory) / "config.json"
-    needed = [*_FIELDS.values(), "max_position_embeddings"]
-    config = huggingface.read_config(path, _FIXED, needed)
+    kinds = huggingface.kinds_of(RobertaConfig, _FIELDS)
+    kinds["max_position_embeddings"] = int
+    config = huggingface.read_config(path, _FIXED, kinds)
     fields = {ours: config[theirs] for ours, theirs in _FIELDS.items()}
     fields["max_seq"] = config["max_position_embeddings"] - config["pad_token_id"] - 1
     fields["multi_label"] = config.get("problem_type") == _MULTI_LABEL

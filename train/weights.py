@@ -17,10 +17,12 @@ from flax import nnx
 from configs import ModelConfig
 from huggingface import (
     filled,
+    kinds_of,
     open_tensors,
     read_config,
     read_parameter,
     require_tensors,
+    require_tied,
     some,
     transposed,
     write_tensors,
@@ -54,7 +56,13 @@ _FIELDS = {  # of ModelConfig -> of config.json
     "norm_eps": "rms_norm_eps",
     "tied": "tie_word_embeddings",
 }
-_OPTIONAL = ("kv_heads", "tied")
+_OPTIONAL = {
+    "num_key_value_heads": int | None,
+    "tie_word_embeddings": bool,
+    "rope_theta": float,
+    "rope_parameters": dict | None,
+    "head_dim": int | None,
+}
 _FIXED = {  # fields of config.json that Llama does not vary
     "model_type": "llama",
     "hidden_act": "silu",
@@ -81,6 +89,8 @@ def load_llama(directory: str | Path, **model_kwargs: Any) -> Llama:
     tensors = open_tensors(directory)
     expected = {name for path in _shapes(cfg) for name in _names(path, cfg)}
     require_tensors(directory, tensors, expected)
+    if cfg.tied:
+        require_tied(directory, tensors, _TENSORS["embed/embedding"])
     if unknown := sorted(tensors.keys() - expected):
         raise ValueError(f"{directory} has tensors of no LLaMA: {some(unknown)}")
 
@@ -176,8 +186,8 @@ def _names(path: str, cfg: ModelConfig) -> list[str]:
 
 
 def _read_config(path: Path) -> ModelConfig:
-    needed = [theirs for ours, theirs in _FIELDS.items() if ours not in _OPTIONAL]
-    config = read_config(path, _FIXED, needed)
+    kinds = kinds_of(ModelConfig, _FIELDS) | _OPTIONAL
+    config = read_config(path, _FIXED, kinds, _OPTIONAL)
     # transformers 5 writes rope_parameters, earlier ones rope_theta.
     rope = {"rope_theta": config.get("rope_theta", 1e4)}
     rope |= config.get("rope_parameters") or {}

@@ -27,8 +27,10 @@ def test_the_vocabulary_is_a_tokenizers_to_say():
         ("heads", 7, r"width must be divisible by heads \(7\), got 512"),
         ("width", 8 * 33, "width / heads must be even.* got 264 / 8 = 33"),
         ("kv_heads", 3, r"kv_heads must divide heads \(8\), got 3"),
-        ("rope_theta", 0.0, "rope_theta must be positive, got 0.0"),
-        ("norm_eps", float("nan"), "norm_eps must be positive, got nan"),
+        ("rope_theta", 0.0, "rope_theta must be a positive number, got 0.0"),
+        ("norm_eps", float("nan"), "norm_eps must be a positive number, got nan"),
+        ("norm_eps", float("inf"), "norm_eps must be a positive number, got inf"),
+        ("norm_eps", "1e-6", "norm_eps must be a positive number, got '1e-6'"),
     ],
 )
 def test_impossible_shapes_are_refused(field, value, rule):

@@ -126,6 +126,9 @@ def test_the_hubs_own_folder_is_read(folder):
         ("tie_word_embeddings", False, "must be True, got False"),
         ("quantization_config", {"bits": 4}, "must be None, got"),
         ("n_embd", ..., "is missing in"),
+        ("n_embd", "x", r"in .*config\.json must be an int, got 'x'"),
+        ("n_inner", "x", r"in .*config\.json must be an int or null, got 'x'"),
+        ("resid_pdrop", None, r"in .*config\.json must be a number, got None"),
     ],
 )
 def test_config_fields_that_are_not_supported(folder, field, value, rule):

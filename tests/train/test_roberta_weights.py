@@ -157,6 +157,10 @@ def test_parts_that_are_not_of_this_model_are_left():
         ("position_embedding_type", "relative_key", "must be 'absolute'"),
         ("is_decoder", True, "must be False, got True"),
         ("intermediate_size", ..., "missing in"),
+        ("pad_token_id", None, r"in .*config\.json must be an int, got None"),
+        ("max_position_embeddings", "x", r"in .*json must be an int, got 'x'"),
+        ("hidden_dropout_prob", "x", r"in .*json must be a number, got 'x'"),
+        ("layer_norm_eps", True, r"in .*json must be a number, got True"),
     ],
 )
 def test_config_fields_that_are_not_supported(folder, field, value, rule):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import pretrained
 from configs import ModelConfig
 from llama import Llama, generate
 from weights import load_llama, load_llama2c, save_llama
@@ -146,6 +147,12 @@ def test_folders_of_older_transformers_are_read(folder):
         ("quantization_config", {"bits": 4}, "must be None, got"),
         ("head_dim", 16, "hidden_size / num_attention_heads = 8, got 16"),
         ("intermediate_size", ..., "is missing"),
+        ("hidden_size", True, r"in .*config\.json must be an int, got True"),
+        ("rms_norm_eps", "1e-6", r"in .*config\.json must be a number, got '1e-6'"),
+        ("rope_theta", None, r"in .*config\.json must be a number, got None"),
+        ("rope_parameters", 5, r"in .*config\.json must be an object or null, got 5"),
+        ("tie_word_embeddings", 1, r"in .*config\.json must be true or false, got 1"),
+        ("head_dim", "8", r"in .*config\.json must be an int or null, got '8'"),
     ],
 )
 def test_config_fields_that_are_not_supported(folder, field, value, rule):
@@ -160,6 +167,63 @@ def test_a_config_that_fits_no_model_names_the_file(folder):
         load_llama(folder)
 
 
+def test_a_base_of_the_angles_that_is_no_number_names_the_file(folder):
+    edit_config(folder, rope_parameters={"rope_theta": "x"})
+    with pytest.raises(ValueError, match=r"config\.json: rope_theta must .* got 'x'"):
+        load_llama(folder)
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("[]", r"config\.json must be an object of JSON, got \[\]"),
+        ("{", r"config\.json is no JSON: Expecting"),
+        ("\udcff", r"config\.json is no JSON: .* can't decode"),
+    ],
+)
+def test_a_config_that_is_no_object_names_the_file(folder, text, rule):
+    (folder / "config.json").write_text(text, "utf-8", "surrogateescape")
+    with pytest.raises(ValueError, match=rule):
+        load_llama(folder)
+    with pytest.raises(ValueError, match=rule):
+        pretrained.load(str(folder), "float32")
+
+
+def test_a_model_type_that_is_no_name_is_refused(folder):
+    edit_config(folder, model_type=[])
+    with pytest.raises(ValueError, match=r"must be one of llama, gpt2, got \[\]"):
+        pretrained.load(str(folder), "float32")
+
+
+@pytest.mark.parametrize(
+    "text, rule",
+    [
+        ("{}", "^weight_map in .* must be an object of file names, got None"),
+        ('{"weight_map": 5}', "^weight_map in .* of file names, got 5"),
+        ('{"weight_map": {"a": 5}}', "^weight_map in .* of file names, got {'a': 5}"),
+        ("[]", r"must be an object of JSON, got \[\]"),
+        ("no", "is no JSON"),
+    ],
+)
+def test_an_index_without_files_is_named(folder, text, rule):
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=rule) as error:
+        load_llama(folder)
+    assert f"{folder}/model.safetensors.index.json" in str(error.value)
+
+
+def test_a_tied_head_may_lie_in_the_file_if_it_is_the_embedding(tmp_path):
+    folder = shutil.copytree(GOLDEN / "llama_tied", tmp_path / "model")
+    words = safetensors.load_file(folder / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ]
+    edit_tensors(folder, **{"lm_head.weight": words})
+    assert_equal_parameters(load_llama(folder), load_llama(GOLDEN / "llama_tied"))
+    edit_tensors(folder, **{"lm_head.weight": words + 1})
+    with pytest.raises(ValueError, match=r"lm_head\.weight .* must be model\.embed_"):
+        load_llama(folder)
+
+
 @pytest.mark.parametrize(
     "name, tensor, rule",
     [
@@ -170,6 +234,7 @@ def test_a_config_that_fits_no_model_names_the_file(folder):
             np.zeros((32, 40)),
             r"layers\.1\.mlp\.up_proj\.weight .* shape \(40, 32\) .* got \(32, 40\)",
         ),
+        ("model.norm.weight", np.zeros(32, np.int8), "of floating dtype, got int8"),
         ("model.norm.weight", np.zeros((1, 32)), r"shape \(32,\) .* got \(1, 32\)"),
     ],
 )
