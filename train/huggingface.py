@@ -7,6 +7,7 @@ each layer there, and a kernel (n, m) is (m, n), or of a GPT-2's Conv1D (n, m) t
 import dataclasses
 import json
 from collections.abc import Callable, Container
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,10 @@ def write_tensors(
     directory: Path,
     transpose: bool = True,
 ) -> dict[str, np.ndarray]:
-    """Writes parameters to ``model.safetensors``, by ``names(path)`` of theirs."""
-    numpy = require("safetensors.numpy", str(directory))
-    directory.mkdir(parents=True, exist_ok=True)
+    """Writes parameters to ``model.safetensors``, by ``names(path)`` of theirs.
+
+    Raises OSError, and leaves nothing new, if it cannot be written.
+    """
     tensors = {}
     for key_path, param in jax.tree.leaves_with_path(params):
         path, parts = path_name(key_path), np.asarray(param)
@@ -202,8 +204,28 @@ def write_tensors(
             # Contiguous, or safetensors writes the matrix as if not transposed.
             part = transposed(path, part) if transpose else part
             tensors[name] = np.ascontiguousarray(part)
-    numpy.save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    _save_tensors(tensors, directory)
     return tensors
+
+
+def _save_tensors(tensors: dict[str, np.ndarray], directory: Path) -> None:
+    safetensors = require("safetensors", str(directory))
+    numpy = require("safetensors.numpy", str(directory))
+    path, part = (directory / f"model.safetensors{end}" for end in ("", ".part"))
+    new = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        mode = part.stat().st_mode  # as umask has it; safetensors makes it 0600
+        numpy.save_file(tensors, part, {"format": "pt"})
+        part.chmod(mode)
+        part.replace(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+            for folder in new:
+                folder.rmdir()
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def some(names: list[str]) -> str:

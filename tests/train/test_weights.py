@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -109,6 +111,30 @@ def test_a_new_model_survives_the_round_trip(tmp_path):
     model = Llama(cfg, rngs=nnx.Rngs(0))
     save_llama(model, tmp_path)
     assert_equal_parameters(load_llama(tmp_path), model)
+
+
+def test_files_that_are_written_have_the_modes_that_umask_gives(tmp_path):
+    save_llama(load_llama(GOLDEN / "llama_gqa"), tmp_path / "new")
+    (tmp_path / "other").touch()
+    modes = {path.stat().st_mode for path in (tmp_path / "new").iterdir()}
+    assert modes == {(tmp_path / "other").stat().st_mode}
+
+
+def test_weights_that_cannot_be_written_leave_nothing(folder, tmp_path):
+    model = load_llama(folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    (tmp_path / "file").touch()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # bytes of a file
+    try:
+        for where in (tmp_path / "new" / "folder", folder, tmp_path / "file" / "new"):
+            path = re.escape(str(where / "model.safetensors"))
+            with pytest.raises(OSError, match=f"^{path} cannot be written: "):
+                save_llama(model, where)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / "new").exists()
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_shards_are_read(folder):
