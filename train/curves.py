@@ -1,6 +1,7 @@
 """curves.png: the losses of a run's methods over its steps."""
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import metrics
@@ -13,8 +14,10 @@ _COLORS = {
 }
 
 
-def plot(out: Path) -> Path | None:
-    """Draws every ``out/*/metrics.jsonl``; None without matplotlib or anything to draw.
+def plot(folders: Sequence[Path]) -> Path | None:
+    """Draws the metrics.jsonl of runs, in curves.png beside their folders.
+
+    None without matplotlib, or anything to draw.
 
     Faint, the loss of each training batch, with a tick below where there was a new
     projection; with dots, the validation loss.
@@ -23,9 +26,7 @@ def plot(out: Path) -> Path | None:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError:
         return None
-    runs = {
-        path.parent.name: metrics.read(path) for path in out.glob("*/metrics.jsonl")
-    }
+    runs = {folder.name: metrics.read(folder / "metrics.jsonl") for folder in folders}
     runs = {name: rows for name, rows in sorted(runs.items()) if rows}
     if not runs:
         return None
@@ -59,7 +60,7 @@ def plot(out: Path) -> Path | None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
-    path = out / "curves.png"
+    path = folders[0].parent / "curves.png"
     figure.savefig(path, dpi=150)
     return path
 

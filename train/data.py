@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from corpus import HELD_OUT, Corpus, Split, Tally, open_corpus
 from readers import DataError
 from tokenizer import Tokenizer, fingerprint, load_saved, load_tokenizer, pieces
 
-_FORMAT = 1  # of the cache: raise it when the same source would give other tokens
+_FORMAT = 2  # of the cache: raise it when the same source would give other tokens
 _GROUP = 2_000_000  # characters encoded in one call
 _FEISTEL_ROUNDS = 6
 
@@ -57,6 +58,7 @@ class Dataset:
     valid: np.memmap
     tokenizer: Tokenizer
     report: Report
+    checksum: str  # of the tokens of both
 
     @property
     def vocab_size(self) -> int:
@@ -204,14 +206,16 @@ def _write(corpus: Corpus, spec: str, folder: Path, max_tokens: int | None) -> N
     tokenizer = load_tokenizer(spec, corpus.documents("train", Tally()))
     tokenizer.save(folder)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    tally, tokens = Tally(), {}
+    tally, tokens, checksum = Tally(), {}, 0
     limits = {"train": max_tokens, "valid": max_tokens and max_tokens // HELD_OUT}
     for split, limit in limits.items():
         documents = corpus.documents(split, tally)
         with (folder / f"{split}.bin").open("wb") as file:
             tokens[split] = 0
             for ids in _encoded(documents, tokenizer):
-                ids.astype(dtype).tofile(file)
+                data = ids.astype(dtype).tobytes()
+                file.write(data)
+                checksum = zlib.crc32(data, checksum)
                 tokens[split] += len(ids)
                 if limit is not None and tokens[split] >= limit:
                     break
@@ -225,6 +229,7 @@ def _write(corpus: Corpus, spec: str, folder: Path, max_tokens: int | None) -> N
         valid_tokens=tokens["valid"],
     )
     meta = {"source": corpus.name, "dtype": dtype, "report": asdict(report)}
+    meta["checksum"] = f"{checksum:08x}"
     (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
 
 
@@ -281,6 +286,7 @@ def _load(folder: Path) -> Dataset:
         valid=_tokens(folder / "valid.bin", meta["dtype"], report.valid_tokens),
         tokenizer=load_saved(folder),
         report=report,
+        checksum=meta["checksum"],
     )
 
 

@@ -16,6 +16,7 @@ A run writes runs/TASK/METHOD/, as pretrain.py does, and resumes and exits like 
 """
 
 import math
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,10 +37,11 @@ import summary
 from checkpoint import Checkpoints
 from examples import Encoded, encode
 from finetune_options import Config
-from folders import begin_folder, crc, find_start
+from folders import begin_folder, compared, crc, find_start, require_free
 from hosts import Interrupt
 from huggingface import folder_of
 from metrics import Log
+from options import require_steps
 from readers import DataError
 from roberta import Examples
 from roberta_weights import load_roberta, read_config, save_roberta
@@ -62,10 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"finetune.py: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # nothing was begun
+        return 128 + signal.SIGINT
     code = in_turn("finetune.py", jobs, lambda job, stop: train(job, data, stop))
     if code:
         return code
-    print(f"\n{summary.table(configs[0].folder.parent)}")
+    print(f"\n{summary.table(compared(configs[0].folder))}")
     return 0
 
 
@@ -140,6 +144,7 @@ class Job:
 
 def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
     """Finds whatever is wrong before anything is trained. Raises ValueError."""
+    require_free(config)
     (cfg, params), opt = loaded, config.optimizer
     devices = jax.device_count()
     if config.batch_size % (config.task.accumulate * devices):
@@ -147,7 +152,9 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
             f"--batch-size must be divisible by --accumulate times the number of "
             f"devices, {config.task.accumulate} * {devices}, got {config.batch_size}"
         )
-    steps = math.ceil(opt.epochs * len(data.train) / config.batch_size)
+    steps = opt.epochs * len(data.train) / config.batch_size
+    require_steps(steps)
+    steps = math.ceil(steps)
     default_dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     dtype = config.weights.dtype or default_dtype
     training = Training(
@@ -214,14 +221,15 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
         if output.export:
             export(job, checkpoints.load(start, job.abstract), data)
         return 0
-    if not start:
-        begin_folder(config.folder, job.fixed)
-    checkpoints.drop_after(start)
     if start:
         state = checkpoints.load(start, job.abstract)
     else:
         state = jax.jit(training.init, out_shardings=job.shardings)(job.params)
     train_step = compile_step(job)
+    # Not before: what a folder holds is lost then.
+    if not start:
+        begin_folder(config.folder, job.fixed)
+    checkpoints.drop_after(start)
     logits_of = jax.jit(lambda params, tokens_bt: training.model(params)(tokens_bt))
     shardings = jax.tree.map(lambda x: x.sharding, job.tokens_abt)
     tokens = job.tokens_abt.tokens_bt.size

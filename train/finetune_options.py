@@ -176,6 +176,15 @@ class Config:
     def batch_size(self) -> int:
         return self.task.batch_size or self.task.described.batch_size
 
+    @property
+    def reads(self) -> dict[str, Any]:
+        """The options that name files."""
+        return {
+            "--weights": self.weights.weights,
+            "--task-data": self.task.task_data,
+            "--tokenizer": self.weights.tokenizer,
+        }
+
     def fixed(self) -> dict[str, Any]:
         """What a resumed run must have in common with its beginning."""
         parts = (self.task, self.weights, self.method, self.optimizer)

@@ -15,24 +15,50 @@ import hosts
 from checkpoint import Checkpoints
 from training import State
 
+# What runs that are compared have in common; not all of these are in each program's.
+_COMMON = ("task", "model", "data", "data_and_weights", "seed", "steps")
+_COMMON += ("batch_size", "seq_len")
+
 
 def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
     """Empties a folder of the run that it holds, and says which run is next."""
-    if (folder / "config.json").exists():
+    if holds_run(folder):
         shutil.rmtree(folder)
         folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fixed, indent=1))
 
 
+def holds_run(folder: Path) -> bool:
+    checkpoints = Checkpoints(folder / "checkpoints")
+    return (folder / "config.json").exists() or bool(checkpoints.steps())
+
+
+def require_free(config: Any) -> None:
+    """Raises ValueError for a folder that can hold no run, or must not be emptied."""
+    folder, output = config.folder, config.output
+    steps = Checkpoints(folder / "checkpoints").steps()
+    if taken := [f for f in (folder, *folder.parents) if f.exists() and not f.is_dir()]:
+        raise ValueError(f"--out must be a folder, but {taken[0]} is a file")
+    if not holds_run(folder):
+        return
+    if output.resume is False and not output.overwrite:
+        raise ValueError(
+            f"{folder} holds a run already: --resume continues it, --overwrite "
+            f"starts anew, --out names another folder"
+        )
+    if output.resume is not False and steps:
+        return
+    for name, path in config.reads.items():
+        if path and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"{name} must not be in {folder}, which is emptied: {path}"
+            )
+
+
 def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
     """The step to begin at: a checkpoint's that fits and is whole, or 0."""
     folder, output = config.folder, config.output
-    if not output.resume:
-        if (folder / "config.json").exists() and not output.overwrite:
-            raise ValueError(
-                f"{folder} holds a run already: --resume continues it, --overwrite "
-                f"starts anew, --out names another folder"
-            )
+    if output.resume is False:
         return 0
     checkpoints = Checkpoints(folder / "checkpoints")
     steps = checkpoints.steps()
@@ -48,8 +74,8 @@ def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
 def require_same(folder: Path, fixed: dict[str, Any]) -> None:
     """Raises ValueError for what differs from the run in a folder, with both values."""
     try:
-        before = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
+        before = _described(folder)
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder} cannot be resumed: which run it holds is unknown, its "
             f"config.json cannot be read ({error})"
@@ -61,6 +87,23 @@ def require_same(folder: Path, fixed: dict[str, Any]) -> None:
     ]
     if differences:
         raise ValueError(f"{folder} cannot be resumed: {'; '.join(differences)}")
+
+
+def compared(folder: Path) -> list[Path]:
+    """The folders of runs that differ from the one in ``folder`` in method alone."""
+    own, found = _described(folder), []
+    for path in sorted(folder.parent.glob("*/config.json")):
+        try:
+            other = _described(path.parent)
+        except (OSError, ValueError, TypeError):  # not of a run
+            continue
+        if all(other.get(name) == own.get(name) for name in _COMMON):
+            found.append(path.parent)
+    return found
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "config.json").read_text()))
 
 
 def told(error: Exception, folder: Path) -> str:

@@ -104,13 +104,13 @@ class Log:
     def validation(self, step: int, loss: float) -> None:
         if not math.isfinite(loss):
             raise NotFinite(f"the validation loss of step {step} is {loss}")
-        perplexity = _perplexity(loss)
-        self._write(step, {"valid_loss": loss, "valid_perplexity": perplexity})
-        self.say(f"step {step:6d}  validation loss {loss:.4f}  ppl {perplexity:.2f}")
+        ppl = perplexity(loss)
+        self._write(step, {"valid_loss": loss, "valid_perplexity": ppl})
+        self.say(f"step {step:6d}  validation loss {loss:.4f}  ppl {written(ppl)}")
 
     def scores(self, step: int, scores: dict[str, float]) -> None:
         """Of the held-out examples."""
-        self._write(step, scores)
+        self._write(step, _finite(scores))
         text = "  ".join(f"{name} {score:.4f}" for name, score in scores.items())
         self.say(f"step {step:6d}  {text}")
 
@@ -141,7 +141,7 @@ class Log:
             self._losses.append(row["loss"])
         if step % self.every == 0 or step == self.steps:
             row |= self._line(step)
-        self._write(step, {k: v for k, v in row.items() if math.isfinite(v)})
+        self._write(step, _finite(row))
         if self._bar:
             self._bar.draw(step, row["loss"])
 
@@ -165,14 +165,14 @@ class Log:
         self._done += count
         self._seconds += seconds
         self.speed = self.tokens * self._done / self._seconds
-        words = {"perplexity": _perplexity(loss)} if self.perplexity else {}
+        words = {"perplexity": perplexity(loss)} if self.perplexity else {}
         numbers = words | {
             "tokens_per_second": self.tokens * count / seconds,
             "step_ms": 1000 * seconds / count,
             "memory_bytes": memory_in_use(),
         }
         eta = (self.steps - step) * self._seconds / self._done
-        ppl = f"ppl {words['perplexity']:.2f}  " if words else ""
+        ppl = f"ppl {written(words['perplexity'])}  " if words else ""
         self.say(
             f"step {step:6d}/{self.steps}  loss {loss:.4f}  {ppl}"
             f"{numbers['tokens_per_second']:,.0f} tokens/s  "
@@ -195,8 +195,8 @@ def read(path: Path) -> list[dict]:
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(line))
-        except ValueError:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
             break
     return rows
 
@@ -226,13 +226,21 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def _finite(row: dict[str, float]) -> dict[str, float]:
+    return {name: x for name, x in row.items() if math.isfinite(x)}
+
+
 def _not_finite(row: dict[str, float]) -> str | None:
     names = ("loss", "gradient_norm")
     return next((name for name in names if not math.isfinite(row[name])), None)
 
 
-def _perplexity(loss: float) -> float:
+def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # which exp can still take
+
+
+def written(perplexity: float) -> str:
+    return f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
 
 
 def _tensorboard(folder: Path, start: int):

@@ -1,7 +1,8 @@
 """Command lines: a small dataclass for each concern that programs share."""
 
 import argparse
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args
@@ -160,19 +161,20 @@ class UpdateOptions:
     seed: int = option(0, "of initial weights, projections and order of the data", int)
 
     def __post_init__(self):
-        positive(self, "clip")
+        if not self.clip > 0:  # inf clips nothing
+            raise ValueError(f"--clip must be positive, got {self.clip}")
         if self.max_skipped < 0:
             raise ValueError(
                 f"--max-skipped must not be negative, got {self.max_skipped}"
             )
         if not 0 <= self.warmup < 1:
             raise ValueError(f"--warmup must be in [0, 1), got {self.warmup}")
-        if not self.weight_decay >= 0:
+        if not 0 <= self.weight_decay < math.inf:
             raise ValueError(
-                f"--weight-decay must not be negative, got {self.weight_decay}"
+                f"--weight-decay must be 0 or more, and finite, got {self.weight_decay}"
             )
-        if self.seed < 0:
-            raise ValueError(f"--seed must not be negative, got {self.seed}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed must be in [0, 2^32), got {self.seed}")
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,8 @@ def read(
         group = parser.add_argument_group(title)
         for f in fields(part):
             keywords = {k: v for k, v in f.metadata.items() if v is not None}
+            if "type" in keywords:
+                keywords["type"] = _not_empty(keywords["type"])
             group.add_argument(flag(f.name), default=f.default, **keywords)
     values = vars(parser.parse_args(argv))
     filled = {
@@ -239,12 +243,31 @@ def read(
     return list(filled.values())
 
 
+def require_steps(steps: float) -> None:
+    """Raises ValueError for more than the optimizer's count holds."""
+    if steps >= 2**31:
+        raise ValueError(f"steps must be below 2^31, got {steps:g}")
+
+
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _not_empty(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """As in ``--data "$UNSET"``, which would be the current folder."""
+
+    def given(text: str) -> Any:
+        if not text:
+            raise argparse.ArgumentTypeError("must not be empty")
+        return read(text)
+
+    given.__name__ = read.__name__  # which errors show
+    return given
 
 
 def positive(options: Any, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{flag(name)} must be positive, got {value}")
+        if value is not None and not 0 < value < math.inf:
+            rule = "finite" if value == math.inf else "positive"
+            raise ValueError(f"{flag(name)} must be {rule}, got {value}")

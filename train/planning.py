@@ -19,6 +19,7 @@ import jaxcompact as jc
 from attention import flash
 from layers import default_attention
 from pretrain_options import PlanOptions
+from runs import out_of_memory
 from training import State
 
 FIRST = 16  # updates before a plan is looked at again
@@ -88,7 +89,7 @@ class Planner:
         try:
             found = self.measure(params, tokens_bt)
         except jax.errors.JaxRuntimeError as problem:
-            if "RESOURCE_EXHAUSTED" not in str(problem):
+            if not out_of_memory(problem):
                 raise
             return plan, "no memory is left to measure what the plan does"
         except ValueError as problem:  # which the log will not miss either

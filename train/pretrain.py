@@ -18,6 +18,7 @@ are not finite, 2 a wrong option or unusable data, 128 + n stopped by signal n.
 
 import functools
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ from checkpoint import Checkpoints
 from configs import RobertaConfig
 from data import Dataset
 from data import prepare as prepare_data
-from folders import begin_folder, find_start
+from folders import begin_folder, compared, find_start, require_free
 from hosts import Interrupt
 from metrics import Log
 from planning import Planner
@@ -76,12 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"pretrain.py: error: {error}", file=sys.stderr)
         return hosts.leave(2)
+    except KeyboardInterrupt:  # nothing was begun
+        return hosts.leave(128 + signal.SIGINT)
     code = in_turn("pretrain.py", jobs, lambda job, stop: train(job, dataset, stop))
     if code or not hosts.is_first():
         return code
-    out = configs[0].folder.parent
-    picture = curves.plot(out)
-    print(f"\n{summary.table(out)}\n" + (f"\n{picture}" if picture else ""))
+    runs = compared(configs[0].folder)
+    picture = curves.plot(runs)
+    print(f"\n{summary.table(runs)}\n" + (f"\n{picture}" if picture else ""))
     return 0
 
 
@@ -112,6 +115,8 @@ class Job:
 
 def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -> Job:
     """Finds whatever is wrong before anything is trained. Raises ValueError."""
+    if not config.plan.explain_plan:
+        require_free(config)
     model, opt, data = config.model, config.optimizer, config.data
     cfg = pretrained.shape_of(model, dataset.tokenizer, begin)
     if config.plan.memory_budget and isinstance(cfg, RobertaConfig):
@@ -178,13 +183,19 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
         "dtype": dtype,
         "weights": begin.name if begin else None,
         "tokenizer": dataset.tokenizer.name,
-        "train_tokens": len(dataset.train),
+        "data": dataset.checksum,
     }
     explain = config.plan.explain_plan
     start = 0 if explain else find_start(config, fixed, abstract)
     if start and config.plan.memory_budget:
         plan = planning.in_force(config.folder, start)
     training = make_training(policy=plan)
+    if config.plan.plan:
+        try:
+            with jax.set_mesh(mesh):
+                jax.eval_shape(training.step, abstract, tokens_abt)
+        except ValueError as error:
+            raise ValueError(f"--plan {config.plan.plan}: {error}") from None
     return Job(
         config,
         training,
@@ -211,8 +222,14 @@ def first_plan(
             raise ValueError(f"--plan {asked.plan}: {error}") from None
     if not asked.memory_budget:
         return None
-    if config.output.resume and saved.exists():
-        return jc.Plan.load(saved)
+    if config.output.resume is not False and saved.exists():
+        try:
+            return jc.Plan.load(saved)
+        except ValueError as error:
+            raise ValueError(f"{saved}: {error}") from None
+    steps = Checkpoints(config.folder / "checkpoints").steps()
+    if config.output.resume is not False and steps:
+        raise ValueError(f"{config.folder} cannot be resumed: its {saved.name} is gone")
     jc.planner.budget_bytes(asked.memory_budget, planner.device)  # before the measuring
     print(
         f"{config.method.name}: planning for {asked.memory_budget} of {planner.device}"
@@ -240,6 +257,9 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             export(job, checkpoints.load(start, job.abstract), dataset)
         return 0
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
+    state = checkpoints.load(start, job.abstract) if start else init(job)
+    train_step = compile_step(job)
+    # Not before: what a folder holds is lost then.
     if hosts.is_first():
         if not start:
             begin_folder(config.folder, job.fixed)
@@ -247,8 +267,6 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
                 job.plan.save(planning.file_of(config.folder, 0))
         checkpoints.drop_after(start)
     hosts.wait_for_all(f"{config.folder} is ready")
-    state = checkpoints.load(start, job.abstract) if start else init(job)
-    train_step = compile_step(job)
     loss_of = jax.jit(training.loss)
     log = Log(
         config.folder,

@@ -16,6 +16,7 @@ from options import (
     option,
     positive,
     read,
+    require_steps,
 )
 from sharding import parse_mesh
 
@@ -98,6 +99,11 @@ class PlanOptions:
             raise ValueError(f"--max-error must be 0 or more, got {self.max_error}")
         if self.plan_plot and not (self.explain_plan and self.memory_budget):
             raise ValueError("--plan-plot needs --explain-plan and --memory-budget")
+        suffixes = (".png", ".pdf", ".svg")
+        if self.plan_plot and self.plan_plot.suffix not in suffixes:
+            raise ValueError(
+                f"--plan-plot must end with {', '.join(suffixes)}, got {self.plan_plot}"
+            )
         if self.plan and self.memory_budget:
             raise ValueError("--plan and --memory-budget exclude each other")
         if self.explain_plan and not (self.plan or self.memory_budget):
@@ -120,6 +126,7 @@ class OptimizerOptions(UpdateOptions):
     def __post_init__(self):
         super().__post_init__()
         positive(self, "lr", "steps")
+        require_steps(self.steps)
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,16 @@ class Config:
     def folder(self) -> Path:
         out = self.output.out or Path("runs") / self.model.name
         return out / self.method.name
+
+    @property
+    def reads(self) -> dict[str, Any]:
+        """The options that name files."""
+        return {
+            "--weights": self.model.weights,
+            "--plan": self.plan.plan,
+            "--data": self.data.data,
+            "--tokenizer": self.data.tokenizer,
+        }
 
     def fixed(self) -> dict[str, Any]:
         """What a resumed run must have in common with its beginning."""

@@ -21,6 +21,13 @@ from readers import DataError
 from training import State, all_finite
 
 FAULTS = (NotFinite, CheckpointError, DataError, OSError)
+_LESS = "less memory takes a smaller --batch-size, --accumulate, or --checkpoint int4"
+
+
+def out_of_memory(error: Exception) -> bool:
+    """XLA has one class for all that goes wrong."""
+    runtime = isinstance(error, jax.errors.JaxRuntimeError)
+    return runtime and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def in_turn(program: str, jobs: Sequence, train: Callable) -> int:
@@ -32,12 +39,15 @@ def in_turn(program: str, jobs: Sequence, train: Callable) -> int:
             try:
                 code = train(job, interrupt)
             except Exception as error:
-                known = isinstance(error, FAULTS)
+                no_memory = out_of_memory(error)
+                known = no_memory or isinstance(error, FAULTS)
                 if not known and not hosts.several():
                     raise
                 if not known:  # a bug, or what tells that another process is gone
                     traceback.print_exc()
                 what = told(error, job.config.folder)
+                if no_memory:
+                    what += "; " + _LESS
                 print(f"{program}: stopped: {what}", file=sys.stderr)
                 return hosts.leave(1)
             if code:

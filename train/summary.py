@@ -2,14 +2,14 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from methods import Method
-from metrics import megabytes
+from metrics import megabytes, perplexity, written
 from training import Training
 
 _FILE = "summary.json"
@@ -61,21 +61,22 @@ def write(folder: Path, summary: dict[str, Any]) -> None:
     (folder / _FILE).write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 
-def table(out: Path) -> str:
-    """A line for each finished method in the folders below ``out``.
+def table(folders: Iterable[Path]) -> str:
+    """A line for each finished run in these folders, all of one task.
 
     Of a fine-tuned one its scores, of a pretrained one its loss.
     """
     summaries = {
-        path.parent.name: json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted(out.glob(f"*/{_FILE}"))
+        folder.name: json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        for folder in folders
+        if (folder / _FILE).exists()
     }
     columns: dict[str, Callable[[dict], str]] = {}
     for name in next(iter(summaries.values()), {}).get("scores", ()):
         columns[name] = lambda s, name=name: f"{100 * s['scores'][name]:.2f}"
     columns = columns or {
         "validation loss": lambda s: f"{s['valid_loss']:.4f}",
-        "perplexity": lambda s: f"{math.exp(s['valid_loss']):.2f}",
+        "perplexity": lambda s: written(perplexity(s["valid_loss"])),
     }
     columns |= {
         "tokens/s": lambda s: f"{s['tokens_per_second']:,.0f}",

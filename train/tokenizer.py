@@ -139,12 +139,18 @@ class JsonTokenizer:
         self._inner.encode_special_tokens = True
         self._json = json
         vocab = self._inner.get_vocab()
+        if not vocab:
+            raise DataError(f"{origin}: its vocabulary is empty")
+        self._origin = origin
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.eot = next((vocab[token] for token in END_OF_TEXT if token in vocab), 0)
         self.name = _content_name(json)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # as one without an unknown token
+            raise DataError(f"{self._origin}: cannot encode ({error})") from error
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def token_id(self, token: str) -> int | None:

@@ -67,7 +67,7 @@ class Plan:
         """Raises ValueError for text that is no plan, naming what is wrong."""
         try:
             found = json.loads(text)
-            actions = {n: _from_data(a) for n, a in found.pop("actions").items()}
+            actions = {n: _action(n, a) for n, a in found.pop("actions").items()}
             return cls(actions=actions, **found)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"plan: it is none: {error}") from None
@@ -103,6 +103,15 @@ def _to_data(action: Any) -> Any:
         if getattr(action, f.name) != f.default
     }
     return {"action": type(action).__name__, **values}
+
+
+def _action(name: str, data: Any) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(
+            f"plan: the action of {name!r} must be an object such as "
+            f'{{"action": "Save"}}, got {data!r}'
+        )
+    return _from_data(data)
 
 
 def _from_data(data: Any) -> Any:

@@ -29,6 +29,7 @@ def dataset(train_tokens: int = 1000, valid_tokens: int = 300) -> Dataset:
         valid=mapped(valid_tokens),
         tokenizer=load_tokenizer("bytes"),
         report=Report(2, 0, "", train_tokens, valid_tokens),
+        checksum="",
     )
 
 

@@ -321,6 +321,8 @@ def refused(capsys, arguments: list[str]) -> str:
         (["--seq-len", "4"], "--seq-len must be at least 8, got 4"),
         (["--threshold", "1"], "--threshold must be in (0, 1), got 1.0"),
         (["--epochs", "0"], "--epochs must be positive, got 0.0"),
+        (["--epochs", "inf"], "--epochs must be finite, got inf"),
+        (["--epochs", "1e30"], "steps must be below 2^31, got"),
         (["--batch-size", "6"], "--batch-size must be divisible by --accumulate times"),
         (["--method", "lora"], "--method must be one or several of exact"),
         (["--method", "exact", "--rank", "8"], "--rank is not an option of exact"),

@@ -159,6 +159,12 @@ def test_memory_in_use_is_that_of_this_process():
     assert 2**26 < metrics.memory_in_use() < 2**40
 
 
+def test_perplexities_that_no_float_holds_are_written():
+    assert metrics.written(metrics.perplexity(2.0)) == "7.39"
+    assert metrics.written(metrics.perplexity(481.6)) == "1.43e+209"
+    assert metrics.written(metrics.perplexity(1e4)) == "1.01e+304"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0:00"), (61, "1:01"), (3600 * 30 + 62, "30:01:02")]
 )
@@ -168,13 +174,13 @@ def test_durations(seconds, text):
 
 def test_curves_are_drawn_for_every_method(tmp_path):
     pytest.importorskip("matplotlib")
-    assert curves.plot(tmp_path) is None
+    assert curves.plot([]) is None
     for name in ("exact", "compact"):
         (tmp_path / name).mkdir()
         with make_log(tmp_path / name) as log:
             log.train(1, measured(3.0))
             log.flush()
             log.validation(1, 2.0)
-    path = curves.plot(tmp_path)
+    path = curves.plot([tmp_path / "exact", tmp_path / "compact"])
     assert path == tmp_path / "curves.png"
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -315,7 +315,9 @@ def test_other_data_is_not_resumed(finished, arguments, capsys, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text(300))
     same = [*arguments, "--out", str(finished), "--resume", "--data", str(other)]
-    assert "train_tokens was" in refused(capsys, same)
+    assert "be resumed: data was" in refused(capsys, same)
+    other.write_text(text().replace("dog", "god"))  # as long
+    assert "be resumed: data was" in refused(capsys, same)
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_good_one_repeats_what_followed(
@@ -345,6 +347,69 @@ def test_a_run_is_not_overwritten_by_accident(finished, arguments, capsys):
     error = refused(capsys, [*arguments, "--out", str(finished)])
     assert f"{finished / 'exact'} holds a run already" in error
     assert "--resume" in error and "--overwrite" in error and "--out" in error
+
+
+def test_without_a_config_a_run_is_a_run(finished, arguments, capsys):
+    (finished / "exact" / "config.json").unlink()
+    error = refused(capsys, [*arguments, "--out", str(finished)])
+    assert f"{finished / 'exact'} holds a run already" in error
+
+
+def test_a_run_is_there_until_the_next_is_compiled(
+    finished, arguments, capsys, monkeypatch
+):
+    """And a step that does not fit says so, and what to do."""
+
+    def fails(job):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(pretrain, "compile_step", fails)
+    before = sorted(finished.rglob("*"))
+    again = [*arguments, "--method", "compact", "--out", str(finished), "--overwrite"]
+    assert pretrain.main(again) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("pretrain.py: stopped: RESOURCE_EXHAUSTED: Out of memory; ")
+    assert "a smaller --batch-size" in error
+    assert sorted(finished.rglob("*")) == before
+
+
+def test_what_is_read_is_not_overwritten(finished, arguments, capsys):
+    data = finished / "exact" / "mine.txt"
+    data.write_text(text())
+    again = [*arguments, "--data", str(data), "--out", str(finished), "--overwrite"]
+    error = refused(capsys, again)
+    assert f"--data must not be in {finished / 'exact'}, which is emptied" in error
+    assert data.exists()
+
+
+def test_runs_of_other_data_are_not_compared(finished, arguments, capsys, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text(300))
+    (finished / "theirs").mkdir()
+    (finished / "theirs" / "config.json").write_text("[]")
+    only = [*arguments, "--data", str(other), "--method", "compact", "--steps", "1"]
+    assert pretrain.main([*only, "--out", str(finished), "--overwrite"]) == 0
+    table = capsys.readouterr().out.partition("validation loss  ")[2]
+    assert "\ncompact" in table and "\nexact" not in table
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"nosuch.9": {"action": "Save"}}, "it was made for another function"),
+        ({"x_btd": "Save"}, "the action of 'x_btd' must be an object"),
+    ],
+)
+def test_a_plan_of_another_function_is_said_before_any_training(
+    book, tmp_path, capsys, change, told
+):
+    plan = jc.Plan("checkpoint", {}, "h200", 2**30, 0.0, 0, 0.0, 0)
+    written = json.loads(plan.to_json()) | {"actions": change}
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps(written))
+    arguments = ["--data", str(book), *SMALL, "--plan", str(file)]
+    error = refused(capsys, [*arguments, "--out", str(tmp_path / "out")])
+    assert f"--plan {file}: " in error and told in error
 
 
 # --- what goes wrong -------------------------------------------------------------
@@ -451,6 +516,13 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--period", "0"], "--period must be positive, got 0"),
         (["--alpha", "-1"], "--alpha must be positive, got -1.0"),
         (["--lr", "nan"], "--lr must be positive, got nan"),
+        (["--lr", "inf"], "--lr must be finite, got inf"),
+        (["--weight-decay", "inf"], "--weight-decay must be 0 or more, and finite"),
+        (["--seed", str(2**32)], "--seed must be in [0, 2^32), got 4294967296"),
+        (["--steps", str(2**31)], "steps must be below 2^31, got 2.14748e+09"),
+        (["--data", ""], "argument --data: must not be empty"),
+        (["--memory-budget", ""], "argument --memory-budget: must not be empty"),
+        (["--out", __file__], f"--out must be a folder, but {__file__} is a file"),
         (["--warmup", "1"], "--warmup must be in [0, 1), got 1.0"),
         (
             ["--batch-size", "6"],
@@ -466,6 +538,10 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--plan", "p", "--memory-budget", "1GiB"], "--memory-budget exclude each"),
         (["--explain-plan"], "--explain-plan needs --memory-budget or --plan"),
         (["--plan-device", "h100"], "--plan-device needs --memory-budget"),
+        (
+            ["--explain-plan", "--memory-budget", "1GiB", "--plan-plot", "front.xyz"],
+            "--plan-plot must end with .png, .pdf, .svg, got front.xyz",
+        ),
         (["--memory-budget", "1GiB", "--checkpoint", "int4"], "a plan exclude each"),
         (["--memory-budget", "1 ton"], "budget must be bytes"),
         (["--memory-budget", "1000GiB"], "budget must be within the 140.40 GiB"),

@@ -178,6 +178,18 @@ def test_a_wrong_tokenizer_json_is_an_error(tmp_path):
             load_tokenizer(path)
 
 
+@pytest.mark.parametrize(
+    ("vocab", "told"), [({}, "its vocabulary is empty"), ({"a": 0}, "cannot encode")]
+)
+def test_a_tokenizer_json_that_cannot_encode_is_an_error(tmp_path, vocab, told):
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    model = tokenizers.models.WordLevel(vocab, unk_token="[UNK]")
+    path.write_text(tokenizers.Tokenizer(model).to_str())
+    with pytest.raises(DataError, match=f"tokenizer.json: {told}"):
+        load_tokenizer(path).encode(["a b"])
+
+
 def test_pieces_end_with_lines():
     text = ("x" * 70 + "\n") * 5000 + "y" * (2 * PIECE) + "\nend"
     cut = list(pieces(text))
