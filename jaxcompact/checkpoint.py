@@ -17,6 +17,8 @@ from jaxcompact.paths import path_name
 from jaxcompact.policy import ChoosesActions, Policy
 from jaxcompact.traced import Traced, run
 
+_OF_THE_WORLD = {"IOEffect", "OrderedIOEffect"}  # classes that jax does not export
+
 RECOMPUTE = Policy()
 Params = int | type | Sequence[int | type] | None
 
@@ -240,6 +242,11 @@ def _trace(
     if any(hasattr(aval, "inner_aval") for aval in graph.avals):
         raise NotImplementedError(
             f"checkpoint of {label!r}: it uses mutable references"
+        )
+    if {type(effect).__name__ for effect in closed.effects} & _OF_THE_WORLD:
+        raise NotImplementedError(
+            f"checkpoint of {label!r}: it calls the host (io_callback), which the "
+            f"backward pass would do again"
         )
     inputs = graph.inputs[len(closed.consts) :]
     said = call.parameters(as_tuple(params))

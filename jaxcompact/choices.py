@@ -138,7 +138,8 @@ def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     """The axes as one, the last."""
     kept = [i for i in range(x.ndim) if i not in axes]
     shape = [x.shape[i] for i in kept]
-    return x.transpose(*kept, *axes).reshape(*shape, -1)
+    length = math.prod(x.shape[i] for i in axes)
+    return x.transpose(*kept, *axes).reshape(*shape, length)
 
 
 def _in_window(op: Op, x: jax.Array) -> list[jax.Array]:

@@ -79,7 +79,8 @@ def checkpoint(
         raise ValueError(f"target must be a module class or a function, got {target!r}")
     numbers = static_numbers(static_argnums)
 
-    def lifted(fn: Any) -> Any:
+    # Its name is part of those of the submodules it makes, as in `nn.remat`.
+    def checkpoint(fn: Any) -> Any:
         def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
             def pure(variable_groups, rng_groups, *args, **kwargs):
                 scope = scope_fn(variable_groups, rng_groups)
@@ -96,8 +97,15 @@ def checkpoint(
             )
             return run(variable_groups, rng_groups, *args, **kwargs)
 
-        return lift.pack(
+        packed = lift.pack(
             inner, (True,), (True,), (True,), name="checkpoint", enable_kwargs=True
         )
 
-    return nn.transforms.lift_transform(lifted, target, methods=methods)
+        def unless_new(scope, *args, **kwargs):
+            # Nothing is differentiated, and a loop must see what makes parameters.
+            new = jax.tree.leaves(scope)[0].get_flag("initializing", False)
+            return (fn if new else packed)(scope, *args, **kwargs)
+
+        return unless_new
+
+    return nn.transforms.lift_transform(checkpoint, target, methods=methods)

@@ -31,9 +31,15 @@ class Program:
         jaxpr = partial_eval.convert_constvars_jaxpr(closed.jaxpr)
         return cls(jaxpr, closed.consts)
 
-    def cut(self, wanted: Sequence[bool]) -> tuple["Program", list[bool]]:
-        """What makes the wanted outputs, and which inputs it reads."""
-        jaxpr, used = partial_eval.dce_jaxpr(self.jaxpr, list(wanted))
+    def cut(
+        self, wanted: Sequence[bool], effects: bool = False
+    ) -> tuple["Program", list[bool]]:
+        """What makes the wanted outputs, and which inputs it reads.
+
+        With ``effects`` what is printed or checked on the way is, too.
+        """
+        jaxpr = self.jaxpr if effects else _without_effects(self.jaxpr, wanted)
+        jaxpr, used = partial_eval.dce_jaxpr(jaxpr, list(wanted))
         count = len(self.consts)
         kept = [c for c, u in zip(self.consts, used[:count], strict=True) if u]
         return Program(jaxpr, kept), used[count:]
@@ -61,3 +67,16 @@ class Program:
             if all(isinstance(v, Literal) or v in fixed for v in eqn.invars):
                 fixed.update(eqn.outvars)
         return [isinstance(v, Literal) or v in fixed for v in self.jaxpr.outvars]
+
+
+def _without_effects(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    """The same with no operation that the wanted outputs are not made of."""
+    pairs = zip(jaxpr.outvars, wanted, strict=True)
+    needed = {v for v, w in pairs if w and not isinstance(v, Literal)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            eqns.append(eqn)
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return jaxpr.replace(eqns=eqns[::-1], effects=effects)

@@ -461,7 +461,8 @@ class Replay:
     ) -> tuple[Program, list[bool], list[int]]:
         """The forward pass for some outputs and sources, and where each of these is."""
         asked = set(sources)
-        program, reads = self.forward.cut(outputs + [s in asked for s in self.sources])
+        wanted = outputs + [s in asked for s in self.sources]
+        program, reads = self.forward.cut(wanted, effects=any(outputs))
         place = {s: i for i, s in enumerate(s for s in self.sources if s in asked)}
         return program, reads, [place[s] for s in sources]
 

@@ -181,9 +181,10 @@ class Plan:
         return self.traced.policy.probe(tensor, value, *probes)
 
     def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
-        wrt, slots = set(self.replay.wrt), self.replay.slots
+        slots = self.replay.slots
         inputs, probes = self.traced.split(inputs)
-        inputs = [self.guard(x) if i in wrt else x for i, x in enumerate(inputs)]
+        # All of them: what is outside may differentiate by others than what is inside.
+        inputs = [self.guard(x) if _is_inexact(x) else x for x in inputs]
         # What a policy probes is encoded otherwise than it is read.
         regions = [] if probes else list(filter(self._in_one_pass, self.replay.regions))
         outs, stored = self.replay.run_forward(
@@ -304,6 +305,10 @@ class _Static:
 def _opened(inputs: Sequence[Any]) -> tuple[tuple[bool, ...], list[Any]]:
     """Which inputs are differentiated, and the inputs."""
     return tuple(x.perturbed for x in inputs), [x.value for x in inputs]
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _instantiated(ct: Any) -> jax.Array:

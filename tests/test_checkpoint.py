@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 
 import jaxcompact as jc
 
@@ -430,6 +431,45 @@ def test_second_derivatives(fun):
         got = jax.grad(slope(exact))(W, X)
         # Second derivatives of tanh and gelu cancel: more digits are lost.
         assert relative(got, jax.grad(slope(fun))(W, X)) < 10 * ULPS
+
+
+def test_mixed_second_derivatives():
+    """What is outside differentiates by the weights, inside by x alone."""
+
+    def penalty(f):
+        return lambda w: jnp.mean(jax.grad(weighted(f), 1)(w, X) ** 2)
+
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        jax.grad(penalty(jc.checkpoint(mlp, policy=LOSSY, params=0)))(W)
+    for policy in (SAVE, AGAIN):
+        got = jax.grad(penalty(jc.checkpoint(mlp, policy=policy, params=0)))(W)
+        assert relative(got, jax.grad(penalty(mlp))(W)) < 10 * ULPS
+
+
+@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
+def test_what_is_printed_is_printed_once(policy, capsys):
+    def block(w, x):
+        jax.debug.print("mean {}", (x @ w[0]).mean())
+        return mlp(w, x)
+
+    small = jc.checkpoint(block, policy=policy, params=0)
+    jax.grad(weighted(small), (0, 1))(W, X)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("mean") == 1
+
+
+def test_calls_of_the_host_are_refused_by_name():
+    def called(w, x):
+        return mlp(w, x) * io_callback(lambda: np.float32(2), X[0, 0].aval)
+
+    with pytest.raises(NotImplementedError, match="called.*io_callback"):
+        jc.checkpoint(called, policy=LOSSY)(W, X)
+
+
+def test_a_largest_of_an_empty_batch():
+    w, x = jnp.ones((8, 8)), jnp.zeros((0, 8))
+    small = jc.checkpoint(lambda w, x: jnp.max(x @ w, -1), policy=LOSSY)
+    assert not jax.grad(lambda w: small(w, x).sum())(w).any()
 
 
 def test_mutable_references_are_refused_by_name():

@@ -1,5 +1,7 @@
 """jaxcompact.linen beside flax.linen; the shared promises are in contract/."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +51,26 @@ def test_partitioned_parameters():
     assert got["kernel"].names == (None, "model")
     np.testing.assert_array_equal(got["kernel"].value, expected["kernel"])
     np.testing.assert_array_equal(got["bias"], expected["bias"])
+
+
+def test_a_checkpointed_cell_of_a_loop_has_parameters():
+    """A loop over cells looks for what makes those that it shares."""
+    expected = nn.RNN(nn.remat(nn.GRUCell)(8)).init(jax.random.key(0), X)
+    got = nn.RNN(clinen.checkpoint(nn.GRUCell)(8)).init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_parameters_are_named_as_under_remat():
+    class Model(nn.Module):
+        wrap: Any
+
+        @nn.compact
+        def __call__(self, x):
+            return self.wrap(nn.Dense)(8)(x)
+
+    expected = Model(nn.remat).init(jax.random.key(0), X)
+    got = Model(clinen.checkpoint).init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 def test_checkpoint_leaves_state_as_the_module_does():
