@@ -405,7 +405,8 @@ def table_of_larger() -> str:
     lines.append("|---" * (len(LARGER_WITH) + 2) + "|")
     for name, larger in LARGER.items():
         most = {row["method"]: row["16 GB"] for row in rows() if row["model"] == name}
-        cells = (f"{n} ({n / most['exact']:.1f}x)" for n in most.values())
+        found = map(most.get, LARGER_WITH)
+        cells = (f"{n} ({n / most['exact']:.1f}x)" if n else "" for n in found)
         lines.append(f"| {name} | {larger.batch} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

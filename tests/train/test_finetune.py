@@ -314,7 +314,7 @@ def refused(capsys, arguments: list[str]) -> str:
     "change, told",
     [
         (["--task", "wnli"], "argument --task: invalid choice: 'wnli'"),
-        (["--task-data", "nowhere"], "--task-data must be a folder"),
+        (["--task-data", "nowhere"], "--task-data must exist, got"),
         (["--weights", "nowhere"], "No such file or directory: 'nowhere/config.json'"),
         (["--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
         (["--dropout", "1"], "--dropout must be in [0, 1), got 1.0"),
