@@ -38,7 +38,9 @@ class Program:
 
         With ``effects`` what is printed or checked on the way is, too.
         """
-        jaxpr = self.jaxpr if effects else _without_effects(self.jaxpr, wanted)
+        jaxpr = self.jaxpr
+        if jaxpr.effects and not effects:
+            jaxpr = _without_effects(jaxpr, wanted)
         jaxpr, used = partial_eval.dce_jaxpr(jaxpr, list(wanted))
         count = len(self.consts)
         kept = [c for c, u in zip(self.consts, used[:count], strict=True) if u]
