@@ -1,6 +1,7 @@
 """`jc.checkpoint` composes as `jax.checkpoint` does, and changes nothing if exact."""
 
-import time
+import cProfile
+import pstats
 from functools import cache, partial, wraps
 
 import jax
@@ -545,11 +546,12 @@ def test_steps_are_traced_and_compiled_once():
 
 
 @SLOW
-@pytest.mark.parametrize(("shared", "limit"), [(True, 2.0), (False, 2.5)])
+@pytest.mark.parametrize(("shared", "limit"), [(True, 2.1), (False, 1.8)])
 def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
     """12 layers, unrolled; one function for all of them, or one for each.
 
-    1.7 times were measured for both. Without any checkpoint the first takes 2.8.
+    By calls of Python functions, which other work does not change: 1.98 and 1.69 times
+    as many were counted; times, on an idle machine, are 1.7 to 2.0.
     """
 
     def block(w, x):
@@ -568,17 +570,15 @@ def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
 
     ws = [normal(i, 5, 32, 32) for i in range(12)]
 
-    def seconds(checkpoint):
+    def calls(checkpoint):
         jax.clear_caches()
         grad = jax.jit(jax.grad(weighted(model(checkpoint))))
-        start = time.perf_counter()
-        grad.trace(ws, X)
-        return time.perf_counter() - start
+        profile = cProfile.Profile()
+        profile.runcall(grad.trace, ws, X)
+        return pstats.Stats(profile).total_calls
 
-    # In turn, so that both meet the same noise.
-    small = partial(jc.checkpoint, policy=jc.policies.int4(), params=0)
-    times = [(seconds(small), seconds(jax.checkpoint)) for _ in range(8)]
-    ours, theirs = map(min, zip(*times, strict=True))
+    ours = calls(partial(jc.checkpoint, policy=jc.policies.int4(), params=0))
+    theirs = calls(jax.checkpoint)
     assert ours < limit * theirs
 
 
