@@ -1,4 +1,4 @@
-"""Operations that choose among their operands' entries: max, clip, sort, pooling.
+"""Operations that choose among their operands' entries: max, sort, segment_max.
 
 Made again of decoded operands they might choose others, and the gradient would flow to
 entries that the forward pass did not take. The choice, a small integer, can be stored
@@ -47,6 +47,8 @@ def choices(op: Op) -> int | None:
             size = math.prod(params["window_dimensions"])
             dilated = {1} != {*params["window_dilation"], *params["base_dilation"]}
             return None if dilated or size > _WINDOW else size
+        case "scatter-max" | "scatter-min":
+            return 3 if op.eqn.invars[2].aval.size else None
     return None
 
 
@@ -81,6 +83,12 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
         case "reduce_max" | "reduce_min":
             index_of = jnp.argmax if op.kind == "reduce_max" else jnp.argmin
             choice = index_of(_in_a_row(x, params["axes"]), axis=-1)
+        case "scatter-max" | "scatter-min":  # 0 less, 1 the extreme, 2 as x is too
+            x, indices, updates = lax.optimization_barrier(tuple(values))
+            outs = op.bind(x, indices, updates)
+            before, after = (_at_updates(op, v, indices, updates) for v in (x, *outs))
+            both = (before == after).astype(jnp.int32)
+            choice = jnp.where(updates == after, 1 + both, 0)
         case _:  # not where it equals the output: XLA may make that with other rounding
             sign = 1 if op.kind == "reduce_window_max" else -1
             parts = zip(_in_window(op, x), itertools.count())
@@ -115,6 +123,17 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
         case "reduce_max" | "reduce_min":
             rows = _in_a_row(x, params["axes"])
             return [jnp.take_along_axis(rows, choice[..., None], -1)[..., 0]]
+        case "scatter-max" | "scatter-min":  # of equals the mean
+            x, indices, updates = values
+            total = _add_at(op, indices, jnp.where(choice > 0, updates, 0), x)
+            count, both = (
+                _add_at(op, indices, taken.astype(jnp.float32), x)
+                for taken in (choice > 0, choice == 2)
+            )
+            total += jnp.where(both > 0, x, 0)
+            count += jnp.where(both > 0, 1, 0)
+            mean = total / jnp.maximum(count, 1).astype(x.dtype)
+            return [jnp.where(count > 0, mean, x)]
     out, *parts = _in_window(op, x)
     for i, part in enumerate(parts):
         out = jnp.where(choice == i + 1, part, out)
@@ -140,6 +159,19 @@ def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     shape = [x.shape[i] for i in kept]
     length = math.prod(x.shape[i] for i in axes)
     return x.transpose(*kept, *axes).reshape(*shape, length)
+
+
+def _add_at(op: Op, indices: Any, updates: jax.Array, x: jax.Array) -> jax.Array:
+    """Updates added up at the places where the operation puts them in x."""
+    names = "dimension_numbers", "indices_are_sorted", "unique_indices", "mode"
+    params = {name: op.eqn.params[name] for name in names}
+    return lax.scatter_add(jnp.zeros_like(x, updates.dtype), indices, updates, **params)
+
+
+def _at_updates(op: Op, x: jax.Array, indices: Any, updates: Any) -> jax.Array:
+    """The entries of x where the operation puts updates: what adds them, transposed."""
+    add = functools.partial(_add_at, op, indices, x=x)
+    return jax.linear_transpose(add, updates)(x)[0]
 
 
 def _in_window(op: Op, x: jax.Array) -> list[jax.Array]:

@@ -18,6 +18,7 @@ def normal(seed, *shape, scale=1.0):
 
 
 W, X = normal(7, 64, 64, scale=0.15), normal(3, 8, 64)
+NODES, COLUMNS = jnp.array([0, 1, 1, 3, 0, 1, 9, 3]), jnp.arange(64) * 7 % 6
 # x^T dy has 8 terms; in another order they differ in the last bits of float32.
 ULPS = 1e-6
 
@@ -73,6 +74,18 @@ def errors(fun, *args, policy=COARSE):
         pytest.param(
             lambda y: y[:, (10.0 * y[0, 0]).astype(jnp.int32) % 64], id="index"
         ),
+        pytest.param(lambda y: jax.ops.segment_max(y, NODES, 4), id="segment_max"),
+        pytest.param(lambda y: jax.ops.segment_min(y.T, COLUMNS, 5), id="segment_min"),
+        pytest.param(
+            lambda y: jax.vmap(lambda row: jax.ops.segment_max(row, COLUMNS, 5))(y),
+            id="vmapped segment_max",
+        ),
+        pytest.param(
+            lambda y: y[:, :32].at[1:7, 4:20].max(y[2:, 32:48]), id="max of a window"
+        ),
+        pytest.param(
+            lambda y: y[:, :8].at[:, 6:].min(y[:, 8:10]), id="min of two columns"
+        ),
     ],
 )
 def test_the_gradient_follows_the_forwards_decisions(decide):
@@ -100,6 +113,9 @@ def test_the_gradient_follows_the_forwards_decisions(decide):
         lambda y: jax.lax.reduce_window(
             y, jnp.inf, jax.lax.min, (2, 2), (1, 1), "VALID"
         ),
+        lambda y: jax.ops.segment_max(y, NODES, 4),
+        lambda y: jnp.zeros((4, 64)).at[NODES].max(y),
+        lambda y: y[:4].at[NODES].min(y),
     ],
 )
 def test_ties_are_shared_as_the_plain_gradient_shares_them(decide):
