@@ -47,7 +47,8 @@ def in_subspace(
     To accumulate gradients, add up those of the microbatches, as they are, and call
     update once. Or put `optax.MultiSteps` inside: its accumulator is r x m and float32,
     and P stays for all of its mini-steps; but what is chained after `in_subspace` (a
-    weight decay, a schedule) then runs at every mini-step.
+    weight decay, a schedule) then runs at every mini-step. `optax.apply_if_finite` goes
+    inside too: around it, it refuses updates that have other shapes than gradients.
 
     Args:
         subspace: the one given to `value_and_grad`. A state that was made under another

@@ -200,7 +200,8 @@ def value_and_grad(
     The kernels are constants of ``fun``: what else it does with them has no gradient.
     A penalty on weights belongs into the optimizer (`optax.add_decayed_weights`).
     A ``step`` other than the optimizer's own count takes the gradient in a P that the
-    update does not lift with, which nothing can notice.
+    update does not lift with, which nothing can notice. Derivatives of ``grads`` lack
+    what goes through x in ``P^T G``: take curvature of ``fun`` and plain kernels.
 
     ``fun`` must read these kernels through `jaxcompact.linear` or the layers of
     `jaxcompact.nnx` and `jaxcompact.linen`.

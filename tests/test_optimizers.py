@@ -152,6 +152,21 @@ def test_alpha_is_per_path_and_leaves_the_rest_alone():
     np.testing.assert_array_equal(scaled["c"], grads["c"])
 
 
+def test_apply_if_finite_inside_skips_a_step():
+    tx = jc.in_subspace(subspace(), optax.apply_if_finite(optax.scale_by_adam(), 3))
+    plain = jc.in_subspace(subspace(), optax.scale_by_adam())
+    tree, first, second = params(), gradients(0), gradients(1)
+    _, state = tx.update(first, tx.init(tree), tree)
+    _, plain_state = plain.update(first, plain.init(tree), tree)
+    skipped, after = tx.update(jax.tree.map(lambda g: g * jnp.nan, first), state, tree)
+    assert not any(update.any() for update in jax.tree.leaves(skipped))
+    updates, _ = tx.update(second, after, tree)
+    expected, _ = plain.update(second, plain_state, tree)
+    for got, wanted in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        # Compiled in one and not in the other; what P lifts are entries of about 1.
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_multisteps_inside_keeps_p_and_the_moments_for_an_accumulation():
     """k mini-steps inside equal one step on their mean, also across a new P."""
     space, k = subspace(period=2), 3
