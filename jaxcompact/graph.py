@@ -174,10 +174,24 @@ def tie[T](tree: T) -> T:
     """
     leaves, structure = jax.tree.flatten(tree)
     here = [i for i, x in enumerate(leaves) if not on_host(x)]
-    tied = jax.lax.optimization_barrier([leaves[i] for i in here])
+    tied = barrier([leaves[i] for i in here])
     for i, x in zip(here, tied, strict=True):
         leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def barrier[T](tree: T) -> T:
+    """`jax.lax.optimization_barrier`, which for `jax.debug_key_reuse` uses no key."""
+    return renewed(jax.lax.optimization_barrier(renewed(tree)))
+
+
+def renewed[T](tree: T) -> T:
+    """The same, its keys unused: for what is run a second time, or only passed on."""
+    return jax.tree.map(lambda x: jax.random.clone(x) if _is_key(x) else x, tree)
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def on_host(x: Any) -> bool:

@@ -1,6 +1,7 @@
 """Optax transforms that live in a subspace."""
 
 from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -62,7 +63,8 @@ def in_subspace(
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
-    ``params``, and for a gradient leaf that is not the sketch that the subspace makes.
+    ``params``, for a state of other shapes, as of another rank, and for a gradient leaf
+    that is not the sketch that the subspace makes.
 
     Source: CompAct (arXiv 2410.15352), algorithm 3; Flora (arXiv 2402.03293) and LDAdam
     (arXiv 2410.16103) for the transfer.
@@ -109,6 +111,7 @@ def in_subspace(
         slots = subspace.slots(params)
         _check_sketches(slots, updates)
         key = jax.random.wrap_key_data(state.key, impl=IMPL)
+        _check_state(inner, state, partial(_sketched, slots, key), params)
         generation = subspace.generation(state.count)
         inner_state = state.inner
         if moment != "keep":
@@ -244,6 +247,23 @@ def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
                 f"updates: the gradient of {slot.path!r} must be its sketch of shape "
                 f"{slot.sketch_shape}, as jaxcompact.value_and_grad returns it, got "
                 f"{shape}"
+            )
+
+
+def _check_state(inner: Any, state: SubspaceState, sketched: Any, params: Any) -> None:
+    """One of another rank would broadcast."""
+
+    def fresh(generation, params):
+        return inner.init(sketched(generation, params))
+
+    wanted = jax.eval_shape(fresh, state.generation, params)
+    wanted = dict(jax.tree.leaves_with_path(wanted))
+    for path, leaf in jax.tree.leaves_with_path(state.inner):
+        shape = getattr(wanted.get(path), "shape", None)
+        if shape is not None and jnp.shape(leaf) != shape:
+            raise ValueError(
+                f"state: {path_name(path)!r} must have the shape {shape} of this "
+                f"subspace and inner, got {jnp.shape(leaf)}"
             )
 
 

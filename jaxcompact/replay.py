@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, tie
+from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, renewed, tie
 from jaxcompact.kinds import BLOCKS, LINEAR_ALGEBRA, expensive, is_any
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
@@ -528,7 +528,7 @@ class Replay:
             else:
                 stored.append(value)
         derived = self.derive.call(
-            *(inputs[i] for i, u in enumerate(self.derive_reads) if u)
+            *(renewed(inputs[i]) for i, u in enumerate(self.derive_reads) if u)
         )
         args = [inputs[i] for i, u in enumerate(self.inputs_read) if u]
         args += [*stored, *(derived[i] for i in self.derived)]

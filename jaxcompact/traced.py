@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.codecs import Quantized
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read, tie, zeros
+from jaxcompact.graph import (
+    Graph,
+    Op,
+    barrier,
+    graph_of,
+    inner_jaxprs,
+    read,
+    renewed,
+    tie,
+    zeros,
+)
 from jaxcompact.loops import inputs_of_body
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.regions import Region
@@ -212,9 +222,10 @@ class Plan:
         return y, [store.leaves_of(e) for store, e in pairs]
 
     def _backward(self, kept, stored, cts) -> list[Any]:
+        kept, stored = renewed((kept, stored))
         if self.traced.prevent_cse:
             # Or XLA decodes early, and drops a copy to the host that is copied back.
-            kept, stored, cts = jax.lax.optimization_barrier((kept, stored, cts))
+            kept, stored, cts = barrier((kept, stored, cts))
         pairs = zip(self.stores, stored, strict=True)
         values = [store.later(leaves) for store, leaves in pairs]
         return self.replay.run_backward(kept, values, cts)

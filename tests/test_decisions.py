@@ -241,3 +241,33 @@ def test_dropout_of_nnx_has_one_mask_and_a_new_one_every_call():
         assert ((dx != 0.0) == (y != 0.0)).all()
         masks.append(y != 0.0)
     assert (masks[0] != masks[1]).any()
+
+
+@pytest.mark.parametrize(
+    "policy", [jc.policies.int4(), jc.Policy(), jc.policies.uniform(jc.Offload())]
+)
+@pytest.mark.parametrize("loop", [False, True])
+def test_keys_of_dropout_are_used_once(policy, loop):
+    """As `jax.debug_key_reuse` counts: what the backward pass reads is no use."""
+
+    def fun(w, x, key):
+        for k in jax.random.split(key):
+            x = jnp.tanh(x @ w)
+            x = jnp.where(jax.random.bernoulli(k, 0.5, x.shape), x, 0.0)
+        return x
+
+    small = jc.checkpoint(fun, policy=policy, params=0)
+
+    def loss(w, x, key):
+        if not loop:
+            return small(w, x, key).sum()
+        keys = jax.random.split(key, 3)
+        return jax.lax.scan(lambda x, k: (small(w, x, k), None), x, keys)[0].sum()
+
+    with jax.debug_key_reuse(True):
+        for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+            assert gradient(W, X, jax.random.key(0)).any()
+        with pytest.raises(jax.errors.KeyReuseError):  # it counts
+            jax.jit(lambda w, x, k: small(w, small(w, x, k), k))(
+                W, X, jax.random.key(0)
+            )

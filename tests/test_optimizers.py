@@ -325,3 +325,23 @@ def test_state_is_float32_for_bfloat16_parameters():
     updates, new = tx.update(grads, state, tree)
     assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     assert isinstance(new, SubspaceState)
+
+
+@pytest.mark.parametrize("moment", ["reset", "transfer", "keep"])
+@pytest.mark.parametrize("inner", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)])
+def test_a_state_of_another_rank_is_refused(inner, moment, optax_promotion):
+    """Moments of rank 1 would broadcast to any other."""
+    params = {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)}
+
+    def of_rank(rank):
+        subspace = jc.Subspace({"kernel": jc.Projection(rank)}, jax.random.key(0))
+        tx = jc.in_subspace(subspace, inner, moment=moment)
+        return tx, {"kernel": jnp.ones((rank, 8)), "bias": jnp.ones(8)}
+
+    (one, of_one), (four, of_four) = of_rank(1), of_rank(4)
+    for update in (four.update, jax.jit(four.update)):
+        _, state = one.update(of_one, one.init(params), params)
+        with pytest.raises(ValueError, match=r"kernel' must have the shape \(4, 8\)"):
+            update(of_four, state, params)
+        _, state = update(of_four, four.init(params), params)
+        update(of_four, state, params)
