@@ -59,7 +59,11 @@ def in_subspace(
             old one means nothing: ``"keep"`` it all the same (the paper), ``"reset"``
             it to zero, or ``"transfer"`` it, ``M <- (r/n) P_new^T P_old M``, the least
             squares estimate. Second moments are kept: they hardly depend on P. First
-            moments are the state's fields ``mu``, ``trace`` and ``ema``.
+            moments are the state's fields ``mu``, ``trace`` and ``ema``. All else is
+            kept as well: first moments of other names (Adan's, AdEMAMix'), and the
+            positions and sums of ``schedule_free``, ``prodigy``, ``apply_every`` or
+            ``lbfgs``, which mean nothing under a new P. For those take a period that is
+            longer than the run.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
