@@ -47,8 +47,20 @@ class SketchedKernel:
     family: str
     projection: Projection
 
-    def __jax_array__(self):
-        raise ValueError(
+    def __jax_array__(self, *_, **__):
+        raise ValueError(self._told())
+
+    __array__ = __getitem__ = __iter__ = __len__ = __jax_array__
+    __neg__ = __abs__ = __add__ = __sub__ = __mul__ = __truediv__ = __jax_array__
+    __pow__ = __matmul__ = __jax_array__
+
+    def __getattr__(self, name: str):  # of an array: T, astype, reshape
+        if name.startswith("_") or not hasattr(jax.Array, name):
+            raise AttributeError(name)
+        raise AttributeError(f"{name}: {self._told()}")
+
+    def _told(self) -> str:
+        return (
             f"parameter {self.path!r} is in the subspace, but the layer that reads it "
             f"knows nothing of sketches: use jaxcompact.nnx.Linear, "
             f"jaxcompact.linen.Dense or jaxcompact.linear there, or leave it out of "
@@ -252,7 +264,8 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
         return jax.lax.optimization_barrier((x, z))
 
     known = _sketches.get()
-    if known is None:
+    # What is shared keeps tracers alive, which is all that a check for leaks sees.
+    if known is None or jax.config.jax_check_tracer_leaks:
         return make()
     reader = (kernel.family, jnp.dtype(dtype), get_opaque_trace_state())
     entry = next((e for e in known if e.x is x and e.reader == reader), None)
