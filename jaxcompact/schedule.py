@@ -35,7 +35,9 @@ class Schedule:
     Left to itself XLA decodes early, and makes weight gradients late, as nothing else
     reads them: it keeps what is decoded and what the gradients are made of. So
 
-    - what is not made of cotangents comes where it is first needed;
+    - what is not made of cotangents comes where it is first needed, and what of it is
+      expensive or gathers waits as a `Later` does: else XLA makes those of several
+      layers in one fusion, and keeps them all;
     - a `Later` waits for the expensive operation before its reader, or for what else
       its reader needs where that is in memory in any case; one that lies in the host's
       memory is fetched as early as XLA likes;
@@ -78,6 +80,7 @@ class Schedule:
         self.summands = _summands(ops) if any(map(_is_split, inputs)) else set()
         self.now = self.stage = 0  # operations, and expensive ones, so far
         self.stages: dict[int, int] = {}  # in which stage a value was made
+        self.waited: dict[int, int] = {}  # the latest stage that its making waits for
         self.before: list[int] = []  # what the last expensive operation made
         self.products: list[int] = []
 
@@ -91,10 +94,9 @@ class Schedule:
         self.now = self.number[op]
         for value in op.reads:
             self._prepare(value, env, op)
-        outs = op.bind(*(read(env, v) for v in op.ins))
         if self.chain.isdisjoint(op.outs):
-            self.stages.update(dict.fromkeys(op.outs, self.stage))
-            return outs
+            return self._again(op, env)
+        outs = op.bind(*(read(env, v) for v in op.ins))
         if expensive(op):
             self.stage += 1
             self.before = self._read_later(op.outs) or self.before
@@ -130,25 +132,45 @@ class Schedule:
                 light = (u for u in self.maker[v].reads if u in self.light)
                 needed.extend(u for u in light if self.stages[u] != self.stage)
         for op in sorted(ops, key=self.number.__getitem__):
-            outs = op.bind(*(read(env, v) for v in op.ins))
-            env.update(zip(op.outs, outs, strict=True))
-            self.stages.update(dict.fromkeys(op.outs, self.stage))
+            env.update(zip(op.outs, self._again(op, env), strict=True))
+
+    def _again(self, op: Op, env: dict[int, Any]) -> list[Any]:
+        """What the operation, which reads no cotangents, makes."""
+        waited = max((self.waited.get(v, 0) for v in op.reads), default=0)
+        large = expensive(op) or op.kind == "gather"
+        if large and op.reads and waited < self.stage:
+            first = op.reads[0]
+            if after := self._after(self.reader.get(op)):
+                env[first] = _tied_to(env[first], after, env)
+                waited = self.waited[first] = self.stage
+        self.stages.update(dict.fromkeys(op.outs, self.stage))
+        self.waited.update(dict.fromkeys(op.outs, waited))
+        return op.bind(*(read(env, v) for v in op.ins))
+
+    def _after(self, reader: Op | None) -> list[int]:
+        """What has to be there before what ``reader`` needs is made."""
+        if reader is not None and _keeps(reader):
+            return [v for v in reader.reads if v in self.chain]
+        waited = (v for v in self.before if v not in self.summands)
+        return [v for v in waited if self.last[v] >= self.now]
 
     def _decode(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
-        later = self.later[value]
-        waited = (v for v in self.before if v not in self.summands)
-        after = [v for v in waited if self.last[v] >= self.now]
-        if reader is not None and _keeps(reader):
-            after = [v for v in reader.reads if v in self.chain]
+        later, after = self.later[value], self._after(reader)
         leaves = list(later.leaves)
         here = [i for i, leaf in enumerate(leaves) if not on_host(leaf)]
         if after and here:
             # One leaf is enough; the others stay slices of what a loop has stacked.
             k = min(here, key=lambda i: leaves[i].nbytes)
-            leaves[k], tied = tie((leaves[k], [env[v] for v in after]))
-            env.update(zip(after, tied, strict=True))
+            leaves[k] = _tied_to(leaves[k], after, env)
         env[value] = later.make(leaves)
-        self.stages[value] = self.stage
+        self.stages[value] = self.waited[value] = self.stage
+
+
+def _tied_to(x: Any, values: list[int], env: dict[int, Any]) -> Any:
+    """The same array, not read before the values are there."""
+    x, tied = tie((x, [env[v] for v in values]))
+    env.update(zip(values, tied, strict=True))
+    return x
 
 
 def _keeps(op: Op) -> bool:

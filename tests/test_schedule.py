@@ -131,6 +131,28 @@ def test_weight_gradients_do_not_wait_where_weights_are_shared():
     assert weights + 2 in made_of(eqns, hidden)
 
 
+def attention_over_edges(w, x):
+    """As a GAT's layers: each edge's weight is of what lies at its two ends."""
+    senders, receivers = jnp.arange(64 * N) % len(x), jnp.arange(64 * N) // 64
+    for w_nn in w:
+        x = x @ w_nn
+        ends = jnp.concatenate([x[senders], x[receivers]], -1)
+        weights = jax.nn.sigmoid(ends @ w_nn[0].repeat(2))
+        x = jnp.zeros_like(x).at[receivers].add(weights[:, None] * x[senders])
+    return x
+
+
+def test_what_is_gathered_again_waits_for_the_layers_behind_it():
+    """Though all that it is made of is there from the beginning."""
+    w, x = normal(5, 3, N, N), normal(6, N, N)
+    policy = jc.Policy({}, default=jc.Save())
+    eqns = backward(attention_over_edges, policy, w, x)
+    ends = [i for i in places(eqns, "concatenate") if eqns[i].outvars[0].aval.ndim == 2]
+    scattered = places(eqns, "scatter-add")
+    waits = [len(made_of(eqns, i) & set(scattered)) for i in ends]
+    assert len(ends) == 3 and waits[0] < waits[1] < waits[2]
+
+
 def test_what_is_an_output_itself_is_made():
     jaxpr = jax.make_jaxpr(lambda a, ct: (a, 2 * ct, 3.0))(1.0, 1.0)
     later = Later([jnp.float32(5)], lambda leaves: leaves[0] + 1, light=True)
