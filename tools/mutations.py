@@ -182,6 +182,14 @@ MUTATIONS = [
         "tests/test_schedule.py::test_a_sum_over_cards_is_sent_once",
     ),
     Mutation(
+        "what is gathered again does not wait for its reader",
+        "jaxcompact/schedule.py",
+        "op.reads and waited < self.stage",
+        "op.reads and waited < 0",
+        "tests/test_schedule.py::"
+        "test_what_is_gathered_again_waits_for_the_layers_behind_it",
+    ),
+    Mutation(
         "a gradient that devices are to have parts of waits",
         "jaxcompact/schedule.py",
         'if not (renames(last) or last.kind == "reshard"):',
