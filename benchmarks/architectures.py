@@ -57,8 +57,6 @@ S = jax.ShapeDtypeStruct
 Built = tuple[Callable, Any, tuple]  # loss(params, *rest), params, rest: shapes
 UNIFORM = {bits: jc.policies.uniform(gact(bits)) for bits in (4, 2)}
 BUDGETS = ("16 GB", "32 GB", "80 GB")
-# Whose largest batches are searched for: automatic bits are as many bytes as theirs.
-SEARCHED = ("exact", "recomputed", "int4", "GACT 4 bits", "GACT 2 bits", "plan")
 
 
 def gpt2_of(layers: int, width: int, heads: int, batch: int, policy, small) -> Built:
@@ -296,12 +294,12 @@ def make(name: str, search: bool) -> None:
     done = {row["method"]: row for row in rows() if row["model"] == name}
     for method, policy in policies(model, done.__getitem__):
         row = done.get(method, {"model": name, "method": method, "batch": model.batch})
-        missing = [b for b in BUDGETS if method in SEARCHED and b not in row]
-        missing *= search
+        missing = [b for b in BUDGETS if b not in row] * search
         if "peak_bytes" in row and not missing:
             continue
+        if callable(policy) and ("peak_bytes" not in row or method != "plan"):
+            policy = policy()
         if "peak_bytes" not in row:
-            policy = policy() if callable(policy) else policy
             step, args = model.step(model.batch, policy)
             row["peak_bytes"] = memory.peak(step, *args).peak_bytes
             if not hasattr(policy, "decide"):

@@ -1,4 +1,4 @@
-"""Graph networks of jraph in plain JAX, GCN and GAT, and the papers of Cora."""
+"""Graph networks in plain JAX, GCN and GAT of jraph, GraphSAGE; the papers of Cora."""
 
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,31 @@ def gcn_logits(params, graph, keys=None, wrap=lambda layer: layer):
         x = layer(
             w, jax.nn.relu(x) if i else x, graph, None if keys is None else keys[i]
         )
+    return x
+
+
+def graphsage(data: Path, seed: int) -> Task:
+    """Hamilton et al.: means over all neighbours, beside the node; GCN's settings."""
+
+    graph, labels, parts = _cora(data)
+    keys = jax.random.split(jax.random.key(seed))
+    params = [_glorot(keys[0], 2 * 1433, 16), _glorot(keys[1], 2 * 16, 7)]
+    optimizer = optax.adam(1e-2)
+    return _on_cora(sage_logits, params, graph, labels, parts, optimizer, decay=5e-4)
+
+
+def sage_logits(params, graph, keys=None):
+    """A matrix for each layer; dropout with keys; all but the last end normalized."""
+    import jraph
+
+    x = graph.nodes
+    for i, w in enumerate(params):
+        x = x if keys is None else _dropout(keys[i], x)
+        around = jraph.segment_mean(x[graph.senders], graph.receivers, len(x))
+        x = jnp.concatenate([x, around], -1) @ w
+        if i + 1 < len(params):
+            x = jax.nn.relu(x)
+            x /= jnp.sqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-12)
     return x
 
 

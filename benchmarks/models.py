@@ -31,7 +31,7 @@ import optax
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
-from graph_tasks import gat, gcn  # noqa: E402
+from graph_tasks import gat, gcn, graphsage  # noqa: E402
 from model_tasks import Task, bert, gpt2, mlp, resnet, swin, vit  # noqa: E402
 from recurrent_tasks import deltanet, lstm  # noqa: E402
 
@@ -49,6 +49,7 @@ MODELS = {
     "lstm": lstm,
     "deltanet": deltanet,
     "gcn": gcn,
+    "graphsage": graphsage,
     "gat": gat,
 }
 SOURCES = {
@@ -61,6 +62,7 @@ SOURCES = {
     "lstm": "Flax, Linen",
     "deltanet": "ours, plain JAX",
     "gcn": "jraph, plain JAX",
+    "graphsage": "ours, plain JAX",
     "gat": "jraph, plain JAX",
 }
 
