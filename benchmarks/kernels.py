@@ -28,6 +28,7 @@ from step import provenance  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
 from jaxcompact.kernels.activate.api import activate  # noqa: E402
+from jaxcompact.kernels.project.api import project  # noqa: E402
 from jaxcompact.kernels.quantize.api import dequantize, quantize  # noqa: E402
 from jaxcompact.kernels.weight_gradient.api import weight_gradient  # noqa: E402
 from jaxcompact.memory import devices  # noqa: E402
@@ -52,6 +53,11 @@ CONFIGS = {
         for steps in (2, 3, 4)
     ],
     "activate": [{"columns": n} for n in (64, 128)],
+    "project": [
+        {"columns": columns, "steps": steps}
+        for columns in (128, 256)
+        for steps in (2, 3, 4)
+    ],
 }
 FOLDERS = {op: "quantize" for op in CONFIGS if "quantize" in op}
 RUNS = 20
@@ -71,12 +77,12 @@ class Case:
     args: tuple
     bytes: int
     flops: int = 0
-    plain: tuple = ()  # of the product's arguments
+    plain: tuple[Callable, tuple] | None = None  # the product
     apart: Callable | None = None  # of kernels for parts of it
 
     def beside(self) -> tuple[Callable, tuple]:
-        if self.flops:
-            return lambda x, dy: x.T @ dy, self.plain
+        if self.plain:
+            return self.plain
         return jnp.copy, (jax.ShapeDtypeStruct((self.bytes // 2,), jnp.uint8),)
 
 
@@ -108,7 +114,8 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
 
         moved, flops = size(encoded, dy) + 4 * n * m, 2 * tokens * n * m
         args = (*encoded[:2], dy)
-        yield Case("weight_gradient", kind, gradient, args, moved, flops, (x, dy))
+        plain = (lambda x, dy: x.T @ dy), (x, dy)
+        yield Case("weight_gradient", kind, gradient, args, moved, flops, plain)
         fields = {"bits": bits, "group": 64}
 
         def swiglu(gate, up, fields=fields):
@@ -121,6 +128,15 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
         args, kind = (x, x), f"{kind}_swiglu"
         yield Case("activate", kind, swiglu, args, moved, apart=apart)
     yield from of_channels(name, x)
+    # As a compressed layer stores z, in 4 bits at n/2.
+    p = jax.ShapeDtypeStruct((n, 64 * max(1, n // 128)), jnp.bfloat16)
+
+    def sketch(x, p):
+        return project(x, p, bits=4, group=64)
+
+    moved, flops = size(x, p, jax.eval_shape(sketch, x, p)), 2 * tokens * p.size
+    plain = jnp.matmul, (x, p)
+    yield Case("project", f"{name}_int4", sketch, (x, p), moved, flops, plain)
 
 
 def of_channels(name: str, x: jax.ShapeDtypeStruct) -> Iterator[Case]:

@@ -257,9 +257,8 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     """x and its z, tied together so that z is made when x is, not when it is read."""
 
     def make():
-        projection = kernel.projection
-        z = projection.project(kernel.key, jax.lax.stop_gradient(x).astype(dtype))
-        z = z if projection.codec is None else projection.codec.encode(z)
+        fixed = jax.lax.stop_gradient(x).astype(dtype)
+        z = kernel.projection.stored(kernel.key, fixed)
         z = jax.tree.map(lambda a: checkpoint_name(a, "sketch"), z)
         return jax.lax.optimization_barrier((x, z))
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs import Quantized
+from jaxcompact.codecs import Encoded, Quantized
 from jaxcompact.kernels.explicit import gathered, laid_as, without
 from jaxcompact.kernels.quantize.reference import join_groups, split_groups
 
@@ -170,6 +170,17 @@ class Projection:
     def project(self, key: jax.Array, x: jax.Array) -> jax.Array:
         """``z = x P`` over the last axis of ``x[..., n]``, in x's dtype."""
         return self._projected(self._drawn(key, x.shape[-1], x.dtype), x)
+
+    def stored(self, key: jax.Array, x: jax.Array) -> jax.Array | Encoded:
+        """`project`'s z, encoded if there is a codec: by the kernel that makes it.
+
+        `Quantized.project` says which; XLA's code writes z, and reads it to encode it.
+        """
+        if self.codec is None:
+            return self.project(key, x)
+        if self.kind == "countsketch" or self.blocks > 1:  # not one product
+            return self.codec.encode(self.project(key, x))
+        return self.codec.project(x, self._drawn(key, x.shape[-1], x.dtype))
 
     def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
         """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype."""

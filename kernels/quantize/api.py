@@ -61,7 +61,7 @@ def quantize(
     # Noise is of an entry's place in its own example, which the kernel does not know.
     run = jax.custom_batching.custom_vmap(divided.wrap(kernel))
     of_one = functools.partial(reference.quantize, axis=axis, **fields)
-    run.def_vmap(_by(lambda x, seed: of_one(x, seed=seed)))
+    run.def_vmap(by_reference(lambda x, seed: of_one(x, seed=seed)))
     seed = jnp.uint32(seed % 2**32 if isinstance(seed, int) else seed)
     return varying_as(x, run(x, seed))
 
@@ -168,7 +168,7 @@ def batched_in_rows(kernel: Callable) -> Callable:
     return run
 
 
-def _by(reference: Callable) -> Callable:
+def by_reference(reference: Callable) -> Callable:
     """A rule of vmap that takes the reference."""
 
     def rule(size, batched, *args):

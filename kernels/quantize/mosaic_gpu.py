@@ -26,7 +26,7 @@ from jax import lax
 from jaxcompact.kernels.quantize import levels, noise, scales
 
 ROWS = 64  # of a block: those of a warpgroup's layouts
-_SHARED = 225 * 1024  # bytes that a block may have, but for 2 KiB: barriers, gaps
+SHARED = 225 * 1024  # bytes that a block may have, but for 2 KiB: barriers, gaps
 
 
 def quantize(
@@ -171,7 +171,7 @@ def dequantize(
 def _held(groups: int, group: int, width: int, dtype: jnp.dtype) -> int:
     """That many groups, or as many as fit in shared memory with codes and levels."""
     one = ROWS * (group * jnp.dtype(dtype).itemsize + width + 4)
-    return min(groups, _SHARED // one)
+    return min(groups, SHARED // one)
 
 
 def decoded(packed: jax.Array, of: Sequence, bits: int, dtype: jnp.dtype) -> jax.Array:

@@ -103,6 +103,7 @@ def kernels_are_xlas(arrays):
         for codec in rows():
             quantization_is_xlas(codec, x)
             weight_gradient_is_xlas(codec, x)
+            projection_is_xlas(codec, x)
         for codec in channels():
             quantization_is_xlas(codec, x)
         activation_is_xlas(x)
@@ -145,6 +146,15 @@ def weight_gradient_is_xlas(codec, x):
     # XLA's products of float32 matrices are TensorFloat32's by default.
     bound = 1e-5 if x.dtype == jnp.bfloat16 else 1e-3
     assert relative(found, expected) < bound, (codec, x.dtype, x.shape)
+
+
+def projection_is_xlas(codec, x):
+    """The same bits where sums are exact, in any order: of small whole numbers."""
+    small = jnp.round(jnp.clip(x, -2, 2)).astype(jnp.bfloat16)
+    p = jax.random.rademacher(jax.random.key(1), (x.shape[-1], 256), jnp.bfloat16)
+    # At most 256, which bfloat16 still has.
+    p = p.at[256:].set(0) if x.shape[-1] > 256 else p
+    jax.tree.map(np.testing.assert_array_equal, *both_ways(codec.project, small, p))
 
 
 def activation_is_xlas(x):

@@ -16,7 +16,7 @@ TRIED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "config"), TRIED)
 def test_each_config_compiles_without_spills(op, config):
-    """At a width of which the last group is in part, but for the product."""
+    """At a width of which the last group is in part, but for the weight gradient."""
     pytest.importorskip("jax_plugins.xla_cuda13")
     shape = "350m" if op == "weight_gradient" else "350m_mlp"
     _, n, m = SHAPES[shape]

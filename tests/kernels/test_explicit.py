@@ -16,6 +16,8 @@ from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate import mosaic_gpu as activating
 from jaxcompact.kernels.activate.api import activate, in_one_pass
 from jaxcompact.kernels.activate.elementwise import evaluated
+from jaxcompact.kernels.project import mosaic_gpu as projecting
+from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.quantize import channels, reference
 from jaxcompact.kernels.quantize.api import dequantize, quantize
 from jaxcompact.kernels.weight_gradient import mosaic_gpu as weighing
@@ -28,6 +30,7 @@ from tests.kernels.test_devices import (
     kernels_on_cards,
     on_mesh,
 )
+from tests.kernels.test_project import whole_numbers
 from tests.kernels.test_quantize import data, same
 
 __all__ = ["figures"]  # the fixture
@@ -70,6 +73,11 @@ def parts(monkeypatch):
         x = reference.dequantize(codes, stored_t.T, None, **how)
         return jnp.einsum("tn,tm->nm", x, dy, preferred_element_type=jnp.float32)[None]
 
+    def projected(x, p, *, columns, steps, **fields):
+        found["project"] = x.shape, p.shape
+        return reference.quantize(x @ p, **fields)
+
+    monkeypatch.setattr(projecting, "project", projected)
     monkeypatch.setattr(channels, "quantize", of_channels)
     monkeypatch.setattr(channels, "dequantize", from_channels)
     monkeypatch.setattr(activating, "activate", activated)
@@ -145,6 +153,31 @@ def test_activations_that_lie_otherwise_are_not_taken():
     with choice.using("mosaic_gpu"):
         assert in_one_pass(swiglu, xs[:2], bits=4, group=64)  # brought together
         assert not in_one_pass(swiglu, xs[1:], bits=4, group=64)
+
+
+@pytest.mark.parametrize("set_mesh", MESH.values(), ids=MESH)
+@pytest.mark.parametrize(
+    ("spec", "tokens"), [(P("a"), 48), (P("b", "a"), 24), (P(), 96)], ids=str
+)
+def test_projections(spec, tokens, set_mesh, parts):
+    """Rows are shared in any way; P is everywhere, however it lay."""
+    x, p = whole_numbers((4, 24, 128), 64, jnp.bfloat16)
+    expected = jax.jit(lambda *a: project(*a, bits=4, group=64))(x, p)
+    here = on_mesh(x, spec, EXPLICIT), on_mesh(p, P("b"), EXPLICIT)
+    mesh = jax.set_mesh(here[0].sharding.mesh) if set_mesh else contextlib.nullcontext()
+    with mesh:
+        found = jax.jit(lambda *a: project(*a, bits=4, group=64, **KERNEL))(*here)
+    same(found, expected)
+    assert parts == {"project": ((tokens, 128), (128, 64))}
+
+
+def test_rows_of_which_devices_have_parts_are_xlas_to_project():
+    x, p = whole_numbers((4, 24, 128), 64, jnp.bfloat16)
+    expected = jax.jit(lambda *a: project(*a, bits=4, group=64))(x, p)
+    here = on_mesh(x, P(None, None, "a"), EXPLICIT), on_mesh(p, P("a"), EXPLICIT)
+    same(jax.jit(lambda *a: project(*a, bits=4, group=64))(*here), expected)
+    with pytest.raises(NotImplementedError, match="got 64 of 128 entries"):
+        project(*here, bits=4, group=64, **KERNEL)
 
 
 @pytest.mark.parametrize(

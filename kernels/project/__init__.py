@@ -1,0 +1,1 @@
+"""A projection of an array, encoded before it reaches memory."""
