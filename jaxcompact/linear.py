@@ -14,6 +14,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.codecs import Encoded, Quantized
 from jaxcompact.kernels.explicit import beside, like
+from jaxcompact.kernels.varying import varying_as
 from jaxcompact.projection import Projection
 
 
@@ -144,7 +145,8 @@ def linear(
             jax.typeof(x),
             jax.typeof(kernel.sketch),
         )
-        y = _sketched_product(spec, x, kernel.weight, kernel.sketch, z)
+        operands = x, kernel.weight, kernel.sketch
+        y = _sketched_product(spec, *varying_as(operands, operands), z)
     else:
         y = _product(x.astype(dtype), kernel.astype(dtype), 0, precision, out_sharding)
     if bias is not None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcompact.kernels.explicit import laid_as, without
+from jaxcompact.kernels.varying import varying_as
 from jaxcompact.linear import SketchedKernel, shared_sketches
 from jaxcompact.paths import path_name
 from jaxcompact.projection import Projection
@@ -256,7 +257,7 @@ def with_sketches(
         slot = slots.get(path_name(path))
         if slot is None:
             return leaf
-        return laid_as(jnp.zeros(slot.sketch_shape, leaf.dtype), leaf)
+        return varying_as(leaf, laid_as(jnp.zeros(slot.sketch_shape, leaf.dtype), leaf))
 
     def kernel(path, leaf, weight):
         slot = slots.get(path_name(path))

@@ -200,3 +200,55 @@ def test_the_key_may_be_made_on_another_mesh():
     with context:
         value, *_ = jax.jit(step)(params, jax.jit(init)(params), x)
     np.testing.assert_allclose(value, on_one_device("countsketch")[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("codec", [None, jc.Quantized(8)], ids=str)
+@pytest.mark.parametrize("way", ["tokens shared", "from outside", "models apart"])
+def test_in_a_shard_map_sketches_are_those_of_plain_gradients(way, codec):
+    """With JAX's check of what varies over devices, and summed where its own are."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    params, x = {"a": normal(0, 16, 8), "b": normal(1, 8, 8)}, normal(2, 8, 16)
+    projection = jc.Projection(rank=4, codec=codec)
+    subspace = jc.Subspace({"a": projection}, key=jax.random.key(1))
+    key = subspace.slots(params)["a"].keys(subspace.key, 0)
+    p_nr = projection.matrix(key, 16)
+
+    def loss(params, x):
+        hidden = jc.linear(x, params["a"])
+        return jnp.mean(jnp.tanh(jc.linear(hidden, params["b"])))
+
+    def gradient(space):
+        def of(fun):
+            if space is None:
+                return jax.grad(fun)
+            return lambda params, x: jc.value_and_grad(fun, space)(params, x, step=0)[1]
+
+        def of_one(params, x):
+            found = of(loss)(jax.tree.map(lambda a: a[0], params), x)
+            return jax.tree.map(lambda a: a[None], found)
+
+        def mean(params, x):
+            return jax.lax.pmean(loss(params, x), "d")
+
+        shared, whole = jax.P("d"), jax.P()
+        if way == "tokens shared":
+            return jax.shard_map(
+                of(loss), mesh=mesh, in_specs=(whole, shared), out_specs=whole
+            )
+        if way == "models apart":
+            return jax.shard_map(
+                of_one, mesh=mesh, in_specs=(shared, whole), out_specs=shared
+            )
+        return of(
+            jax.shard_map(mean, mesh=mesh, in_specs=(whole, shared), out_specs=whole)
+        )
+
+    if way == "models apart":
+        params = jax.tree.map(lambda a: jnp.stack([a, -a, 2 * a, a]), params)
+    plain = jax.jit(gradient(None))(params, x)
+    found = jax.jit(gradient(subspace))(params, x)
+    expected = p_nr.T @ plain["a"]
+    # With a codec: each entry of z is off by half a step of 127 at most.
+    bound = 1e-6 if codec is None else float(jnp.abs(expected).max()) / 50
+    np.testing.assert_allclose(found["a"], expected, rtol=0, atol=bound)
+    np.testing.assert_allclose(found["b"], plain["b"], rtol=0, atol=1e-6)
