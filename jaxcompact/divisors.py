@@ -1,68 +1,148 @@
 """Which tensors others are divided by: near zero, a rounded one is no substitute."""
 
+from collections.abc import Collection, Iterator, Mapping
+
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
 from jaxcompact.kinds import LAYOUT, SOLVES, renames
 
-# A small absolute error in what these read is a large one in what they make.
-_STEEP = frozenset("log sqrt rsqrt cbrt pow".split())
+# A small absolute error in what these read is a large one in what they make: at zero,
+# at one, at infinity.
+_STEEP_AT_ONE = frozenset("acos acosh asin atanh erf_inv log1p".split())
+_STEEP = _STEEP_AT_ONE | frozenset(
+    "atan2 cbrt digamma lgamma log log2 polygamma rsqrt sqrt".split()
+)
 # What these make can only be zero, or have another sign, if what they read has.
 _THROUGH = frozenset(
-    """abs add clamp convert_element_type div integer_pow max min mul neg select_n
-    square sub""".split()
+    """abs add clamp convert_element_type div integer_pow max min mul neg reduce_prod
+    select_n square sub""".split()
 )
-_TERMS = 8  # of the longest sum that might vanish as a whole
+_SQUARED = frozenset("convert_element_type div mul reduce_sum select_n".split())
+_TERMS = 8  # of the longest sum of squares that might vanish as a whole
 _GUARD = 0.1  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
 
-def find_divisors(graph: Graph, fixed: set[int]) -> set[int]:
+def find_divisors(
+    graph: Graph, fixed: Collection[int], steep: Collection[int] = ()
+) -> set[int]:
     """Values that are divided by, as numbers or matrices, or in a logarithm or a root.
 
-    Followed back through layout, sums of a few terms and powers, not through longer
-    sums: a norm's square root says nothing of the tensor that is normalized.
+    Followed back through layout, sums, powers, loops and branches, not through longer
+    sums of squares, nor in squares through longer sums: a norm or a variance says
+    nothing of the tensor that is normalized. ``steep``: values that are read so outside
+    of the graph.
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
-    found: set[int] = set()
+    found: set[tuple[int, bool]] = set()
 
-    def follow(value: int) -> None:
+    def follow(value: int, squared: bool = False) -> None:
         floating = jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
-        if value in found or value in fixed or not floating:
+        if (value, squared) in found or value in fixed or not floating:
             return
-        found.add(value)
+        found.add((value, squared))
         op = made_by.get(value)
-        if op is not None and _passes(op, graph):
-            for source in op.reads:
-                follow(source)
+        if op is not None:
+            squared |= _squares(op)
+            for source in _sources(op, value, squared, graph, made_by):
+                follow(source, squared)
 
+    for value in steep:
+        follow(value)
     for op in graph.ops:
-        for value in _steeply_read(op):
+        for value in steeply_read(op):
             follow(value)
-    return found
+            source = made_by.get(value)
+            if op.kind in _STEEP_AT_ONE and source and source.kind in ("add", "sub"):
+                for term in source.reads:
+                    follow(term)
+    return {value for value, _ in found}
 
 
-def _steeply_read(op: Op) -> list[int]:
-    if op.kind == "div":
+def steeply_read(op: Op) -> list[int]:
+    """What an operation, or one inside it, divides by or takes a logarithm of."""
+    if op.kind in ("div", "rem"):
         return [v for v in op.reads if v == op.ins[1]]
-    if op.kind == "atan2" or op.kind in SOLVES:
+    if op.kind == "pow" or (op.kind == "integer_pow" and op.eqn.params["y"] < 0):
+        return [v for v in op.reads if v == op.ins[0]]
+    if op.kind in _STEEP or op.kind in SOLVES:
         return op.reads
-    if op.kind == "custom_jvp_call":  # jnp.hypot
-        (body,) = map(graph_of, inner_jaxprs(op))
-        steep = find_divisors(body, set(body.constants))
-        pairs = zip(op.ins, body.inputs, strict=True)
-        return [v for v, inside in pairs if inside in steep and v in op.reads]
-    negative = op.kind == "integer_pow" and op.eqn.params["y"] < 0
-    return op.reads[:1] if negative or op.kind in _STEEP else []
+    return _steep_inputs(op)
 
 
-def _passes(op: Op, graph: Graph) -> bool:
+def _steep_inputs(op: Op, outs: Collection[int] = ()) -> list[int]:
+    """Of an operation with bodies; ``outs``: places of what is read so after it."""
+    found: set[int] = set()
+    for body, first in _bodies(op):
+        state, ends = _state(op), set(outs)
+        while True:
+            steep = [v for i in ends if isinstance(v := body.outputs[i], int)]
+            inside = find_divisors(body, body.constants.keys(), steep)
+            again = {
+                state[i]
+                for i, v in enumerate(body.inputs)
+                if v in inside and i in state
+            }
+            if again <= ends:
+                break
+            ends |= again
+        found |= {
+            v
+            for v, inner in zip(op.ins[first:], body.inputs, strict=True)
+            if inner in inside and isinstance(v, int)
+        }
+    return sorted(found)
+
+
+def _bodies(op: Op) -> Iterator[tuple[Graph, int]]:
+    """With the first of the operation's inputs that they read."""
+    first = 1 if op.kind == "cond" else 0
+    for body in map(graph_of, inner_jaxprs(op)):
+        same = len(body.inputs) == len(op.ins) - first
+        if same and len(body.outputs) == len(op.outs):  # not so in a while loop
+            yield body, first
+
+
+def _state(op: Op) -> Mapping[int, int]:
+    """Which inputs of a loop's body are outputs of the step before."""
+    if op.kind != "scan":
+        return {}
+    first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
+    return {first + i: i for i in range(count)}
+
+
+def _sources(
+    op: Op, value: int, squared: bool, graph: Graph, made_by: Mapping[int, Op]
+) -> Collection[int]:
+    """What is zero, or near it, where ``value`` is, which the operation made.
+
+    ``squared``: what is divided by is a square of the value, or made of one.
+    """
     if op.kind == "reduce_sum":
-        (value,) = op.reads
-        terms = graph.avals[value].size // max(graph.avals[op.outs[0]].size, 1)
-        return terms <= _TERMS
+        (source,) = op.reads
+        terms = graph.avals[source].size // max(graph.avals[value].size, 1)
+        norm = squared or _is_square(source, made_by)
+        return () if norm and terms > _TERMS else op.reads
     if op.kind in ("add", "max", "clamp"):
         constants = [v.val for v in op.ins if isinstance(v, Literal)]
         if any(abs(x) >= _GUARD for x in constants):
-            return False
-    return op.kind in LAYOUT or op.kind in _THROUGH or renames(op)
+            return ()
+    if op.kind in LAYOUT or op.kind in _THROUGH or renames(op):
+        return op.reads
+    return _steep_inputs(op, [op.outs.index(value)])
+
+
+def _is_square(value: int, made_by: Mapping[int, Op]) -> bool:
+    """Whether its entries are squares, or squares with factors."""
+    op = made_by.get(value)
+    if op is None or _squares(op):
+        return op is not None
+    through = op.kind in _SQUARED or op.kind in LAYOUT or renames(op)
+    return through and any(_is_square(v, made_by) for v in op.reads)
+
+
+def _squares(op: Op) -> bool:
+    even = op.kind == "integer_pow" and op.eqn.params["y"] % 2 == 0
+    twice = op.kind == "mul" and op.ins[0] == op.ins[1]
+    return op.kind == "square" or even or twice

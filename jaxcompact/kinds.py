@@ -6,18 +6,19 @@ from jaxcompact.graph import Op, graph_of, inner_jaxprs
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    cbrt ceil clamp clz conj convert_element_type copy copy_p cos cosh digamma div eq
-    erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow
-    is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or
-    polygamma population_count pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-    one_minus_square stop_gradient sub tan tanh xor name optimization_barrier pvary
+    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma
+    div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+    integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg
+    nextafter not or polygamma polynomial population_count pow real reduce_precision
+    regularized_incomplete_beta rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    one_minus_square stop_gradient sub tan tanh xor zeta name optimization_barrier pvary
     bitcast_convert_type""".split()
 )
 LAYOUT = frozenset(
     """broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze
     transpose sharding_constraint reshard dynamic_slice dynamic_update_slice gather
-    scatter mesh_cast""".split()
+    scatter mesh_cast tile stack unstack empty""".split()
 )
 REDUCTIONS = frozenset(
     """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
@@ -34,7 +35,7 @@ HOLDERS = frozenset(
 )
 NONLINEAR = frozenset(
     """abs acos asin asinh atan atanh cbrt clamp cos cosh custom_jvp_call erf erf_inv
-    erfc exp exp2 expm1 log log1p logistic max min pow rsqrt sign sin sinh sqrt tan
+    erfc exp exp2 expm1 log log1p log2 logistic max min pow rsqrt sign sin sinh sqrt tan
     tanh""".split()
 )
 SOLVES = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())

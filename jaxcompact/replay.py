@@ -17,6 +17,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
+from jaxcompact.divisors import steeply_read
 from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, renewed, tie
 from jaxcompact.kinds import BLOCKS, LINEAR_ALGEBRA, expensive, is_any
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
@@ -241,7 +242,7 @@ class Replay:
             where=op.where,
             statistic=16 * aval.size <= largest,
             fused=out and out.fused,
-            divisor=is_any(op, LINEAR_ALGEBRA),
+            divisor=is_any(op, LINEAR_ALGEBRA) or bool(steeply_read(op)),
         )
 
     def _decide_residual(self, source: Residual) -> tuple[Tensor, Action, str]:

@@ -216,6 +216,54 @@ def test_a_divisor_is_no_zero():
         assert relative(got, exact) < 0.01  # x comes back to half of bfloat16's 2^-8
 
 
+@pytest.mark.parametrize("way", ["map", "scan", "checkpoint"])
+def test_a_divisor_in_a_body_is_no_zero(way):
+    """The entropy of mixtures, many of whose probabilities 8 bits make zero."""
+    t, p = (jax.nn.softmax(4 * normal(20 + i, 32, 16)) for i in range(2))
+    t = t[:16]
+
+    def entropy(row):
+        return -jnp.sum(row * jnp.log(row))
+
+    def fun(t, p):
+        mixed = p @ t
+        if way == "scan":
+            steps = jax.lax.scan(lambda c, row: (c + entropy(row), 0), 0.0, mixed)
+            return steps[0]
+        if way == "map":
+            return jax.lax.map(entropy, mixed).sum()
+        return jax.checkpoint(entropy)(mixed)
+
+    assert (coded(Q8, p @ t) == 0.0).any()
+    exact = jax.grad(fun)(t, p)
+    for policy in (jc.policies.int8(), jc.policies.int4()):
+        # p comes back to half a step of its codes.
+        small = checkpointed(fun, policy)
+        assert relative(jax.grad(small)(t, p), exact) < 0.1
+
+
+def test_a_loops_normalizer_is_no_zero():
+    """The scaled forward algorithm of a hidden Markov model of 16 states."""
+    params = {"emit": normal(23, 16, 16) / 2, "move": 3 * normal(24, 16, 16)}
+    x = normal(25, 32, 16)
+
+    def fun(params, x):
+        moves = jax.nn.softmax(params["move"])
+
+        def step(state, emitted):
+            state = (state @ moves) * emitted
+            return state / state.sum(), jnp.log(state.sum())
+
+        emitted = jax.nn.softmax(x @ params["emit"])
+        return -jax.lax.scan(step, jnp.ones(16) / 16, emitted)[1].sum()
+
+    exact = jax.grad(fun)(params, x)
+    for policy, most in ((jc.policies.int8(), 0.05), (jc.policies.int4(), 0.3)):
+        found = jax.grad(checkpointed(fun, policy))(params, x)
+        for name in params:
+            assert relative(found[name], exact[name]) < most, (policy, name)
+
+
 # --- layers, with the tolerances of GACT's and ActNN's own tests ---
 
 

@@ -328,6 +328,14 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again(op):
 # --- divisors ---
 
 
+@jax.custom_vjp
+def by_hand(y):
+    return jnp.log(y)
+
+
+by_hand.defvjp(lambda y: (jnp.log(y), 2 * y), lambda y, c: (2 * c / y,))
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -345,11 +353,41 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again(op):
             x[:, :8] * jnp.sqrt((x * x).sum(-1)[:, None] + 4.0 - 2.0 * y[:, :8])
         ),
         lambda x, y: x[:, :1] * jnp.linalg.norm(y[:, :3], axis=-1, keepdims=True),
+        # sums that may be small as a whole, products
+        lambda x, y: x / y.sum(-1, keepdims=True),
+        lambda x, y: x * jnp.log(jnp.prod(y, -1, keepdims=True)),
+        # steep elsewhere than at zero
+        lambda x, y: x * jnp.log2(y),
+        lambda x, y: x * jnp.log1p(-0.9 * y),
+        lambda x, y: x * jnp.arccosh(1 + y),
+        lambda x, y: jnp.fmod(x, y),
+        # inside of loops, branches, other transforms; and what goes through them
+        lambda x, y: x * jax.lax.map(jnp.log, y),
+        lambda x, y: jax.lax.scan(lambda c, v: (c + v[0] / v[1], 0), x[0], (x, y))[0],
+        lambda x, y: jax.lax.scan(lambda c, x: (x / c, 0), y[0], x)[0],
+        lambda x, y: jax.lax.scan(lambda c, y: (y, 1 / c), x[0], y)[1],
+        lambda x, y: jax.lax.cond(x[0, 0] < 0, jnp.divide, jnp.multiply, x, y),
+        lambda x, y: x * jax.checkpoint(jnp.log)(y),
+        lambda x, y: x / jax.checkpoint(lambda y: 2 * y)(y),
+        lambda x, y: x * jc.checkpoint(jnp.log)(y),
+        lambda x, y: x * by_hand(y),
     ],
 )
 def test_what_is_divided_by(use):
     found = candidates(lambda w, x: use(jnp.sin(x), x @ w), W, X)
     assert [n for n, t in found.items() if t.divisor] == ["dot_general.0"]
+
+
+def test_what_an_op_keeps_that_divides_is_no_substitute_either():
+    @jax.custom_vjp
+    def product(y):
+        return jnp.log(y) @ y.T
+
+    product.defvjp(lambda y: (product(y), 2 * y), lambda y, c: (c @ y / (y * y),))
+    policy = jc.policies.int4()
+    said = jc.explain(lambda w, x: product(x @ w), W, X, policy=policy, params=0)
+    actions = {row.name: row.action for row in said.rows}
+    assert actions["custom_vjp_call.0.residual0"] == "Save()"
 
 
 def test_matrices_of_solves_and_factorizations_are_divisors():
@@ -371,6 +409,11 @@ def test_matrices_of_solves_and_factorizations_are_divisors():
     [
         lambda y: y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1e-6),
         lambda y: (y - y.mean()) / y.std(),
+        lambda y: y / jnp.linalg.norm(y),
+        lambda y: y * jax.lax.rsqrt((y**2).mean() - jnp.square(y.mean()) + 1e-6),
+        lambda y: jax.lax.map(lambda row: row / row.std(), y),
+        lambda y: jax.nn.softplus(y) + jax.nn.logsumexp(y) + jax.nn.log_softmax(y),
+        jax.checkpoint(jax.nn.softmax),
         lambda y: jax.nn.softmax(y),
         lambda y: jnp.exp(y) / jnp.exp(y).sum(-1, keepdims=True),
         lambda y: y / 3.0,
