@@ -1,4 +1,4 @@
-"""Operations that choose among their operands' entries: max, sort, segment_max.
+"""Operations that choose among their operands' entries, or a sign: max, sort, sign.
 
 Made again of decoded operands they might choose others, and the gradient would flow to
 entries that the forward pass did not take. The choice, a small integer, can be stored
@@ -31,7 +31,7 @@ def choices(op: Op) -> int | None:
     match op.kind:
         case "abs":
             return 2
-        case "max" | "min":
+        case "max" | "min" | "sign":
             return 3
         case "clamp":
             return 4
@@ -66,6 +66,8 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
             choice = 1 + (x < y).astype(jnp.int32) - (x > y).astype(jnp.int32)
         case "abs":
             choice = x >= 0
+        case "sign":
+            choice = outs[0] + 1
         case "clamp":  # 0 low, 1 x, 2 high, 3 none: at a bound
             low, x, high = values
             choice = jnp.where((low < x) & (x < high), 1, 3)
@@ -107,6 +109,8 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
             return [jnp.where(choice == 0, x, jnp.where(choice == 2, y, both))]
         case "abs":
             return [jnp.where(choice == 1, x, -x)]
+        case "sign":
+            return [(choice - 1).astype(x.dtype)]
         case "clamp":
             low, x, high = values
             held = lax.stop_gradient(lax.clamp(*values))

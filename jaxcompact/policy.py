@@ -190,6 +190,8 @@ class Compress:
             return Recompute(), "elementwise"
         if tensor.frozen:
             return Save(), "it is not differentiated"
+        if tensor.discrete:
+            return Save(), "decoded values could round otherwise"
         if tensor.cheap:
             return Recompute(), "cheap to make again"
         if tensor.fused == "result" and self.attention == Recompute():

@@ -132,7 +132,7 @@ class Replay:
 
     def _chooses(self, op: Op) -> bool:
         """Whether decoded operands could make it choose others."""
-        moved = not self.moving.isdisjoint(op.outs)
+        moved = op.kind == "sign" or not self.moving.isdisjoint(op.outs)
         lossy = not self.tensors.data.isdisjoint(op.reads)
         return moved and lossy and bool(choices(op))  # 0 of an empty axis
 

@@ -28,6 +28,8 @@ from jaxcompact.parts import find_parts
 from jaxcompact.scores import find_attention, is_product
 from jaxcompact.sums import find_sums
 
+_ROUNDS = "ceil", "floor", "round"
+
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
 
@@ -206,14 +208,17 @@ class Tensors:
         )
 
     def _decides(self, op: Op, value: int) -> bool:
-        """Whether it makes a mask that something else reads, or rounds to integers."""
+        """Whether it makes a mask that something else reads, or rounds to integers.
+
+        A sign is a choice of three.
+        """
         aval = self.graph.avals[value]
         if aval.dtype == bool:
             return not all(_is_mask(r, self.graph) for r in self.readers[value])
         rounded = any(
             v in self.data and is_float(self.graph.avals[v]) for v in op.reads
         )
-        return rounded and not is_float(aval)
+        return rounded and (not is_float(aval) or op.kind in _ROUNDS)
 
     def _terms(self, op: Op) -> int | None:
         if not is_product(op, self.fixed, self.known):
@@ -251,7 +256,9 @@ class Tensors:
         whole = {
             value
             for value, tensor in self.found.items()
-            if tensor.floating and not tensor.cheap and tensor.terms is None
+            if tensor.floating
+            and not (tensor.cheap or tensor.discrete)
+            and tensor.terms is None
         }
         sums = find_sums(self.graph, self.readers, self.fixed, whole)
         for op, terms in sums.items():
