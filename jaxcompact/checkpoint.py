@@ -45,7 +45,9 @@ def checkpoint(
     expensive are not run again; without a policy all is, as by `jax.checkpoint`.
 
     Works under jit, grad, vmap, scan, nested and inside or around `jax.checkpoint`;
-    goes into jitted functions, scans and branches. Modules:
+    goes into jitted functions, scans and branches. A function that reads the axis name
+    of a vmap around it (``axis_name``, as of a mean over examples) has no backward pass,
+    as with any `jax.custom_vjp`; in `jax.shard_map` it has. Modules:
     `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that
@@ -101,7 +103,7 @@ def checkpoint(
         leaves, tree = jax.tree.flatten(call.dynamic)
         # Equal values of other types, as 1 and True, are other arguments.
         types = tuple(type(value) for _, value in call.static)
-        key = call.static, types, tree, tuple(map(jax.typeof, leaves)), _settings()
+        key = call.static, types, tree, call.types(leaves), _settings()
         state, traced, consts = known.get(key, (None, None, None))
         # What a function closes over may belong to the trace around it, or change.
         fresh = traced is not None and (
@@ -176,6 +178,20 @@ class _Call:
         args = {**positional, **named, **dict(self.static)}
         positional = [args.pop(n) for n in range(self.count)]
         return self.fun(*positional, **args)
+
+    def types(self, leaves: list[Any]) -> tuple[Any, ...]:
+        """Raises TypeError for a leaf that is no array, with its argument's name."""
+        found = []
+        for i, x in enumerate(leaves):
+            try:
+                found.append(jax.typeof(x))
+            except TypeError:
+                raise TypeError(
+                    f"{self.input_names()[i]} must be an array, or an argument of "
+                    f"static_argnums or static_argnames (if it is given by its name), "
+                    f"got {x!r}"
+                ) from None
+        return tuple(found)
 
     def input_names(self) -> list[str]:
         """``"params/w1"``: the argument's name and the leaf's path."""

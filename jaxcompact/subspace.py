@@ -142,6 +142,9 @@ class Subspace:
                 bits = np.asarray(jax.random.key_data(self.key))
         object.__setattr__(self, "_bits", bits)
 
+    def __reduce__(self):  # to copy and pickle
+        return Subspace, (dict(self.rules), self.key, self.period)
+
     def key_here(self) -> jax.Array:
         """``key``, for any mesh: it may have been made under another `jax.set_mesh`."""
         if self._bits is None:
@@ -197,6 +200,9 @@ def value_and_grad(
     ``step`` is the number of updates made so far, `update_count(opt_state)`. It chooses
     P, so it stays the same for all microbatches of one update, whose gradients may be
     added up as they are.
+
+    Of what ``fun`` casts, as to bfloat16, it must leave keys alone: a kernel in the
+    subspace has one among its leaves. `jaxcompact.linear` casts by itself.
 
     The kernels are constants of ``fun``: what else it does with them has no gradient.
     A penalty on weights belongs into the optimizer (`optax.add_decayed_weights`).

@@ -327,6 +327,19 @@ def test_static_arguments_of_another_type_are_others():
     assert [small(n).dtype for n in (1, 1.0, True)] == ["int32", "float32", "bool"]
 
 
+def test_an_argument_that_is_no_array_is_named():
+    def fun(params, x, activation):
+        return getattr(jax.nn, activation)(x @ params["w"])
+
+    small = jc.checkpoint(fun, params=0, static_argnames="activation")
+    params, x = {"w": jnp.ones((2, 2))}, jnp.ones((2, 2))
+    assert small(params, x, activation="relu").shape == (2, 2)
+    with pytest.raises(TypeError, match="activation must be an array, .* got 'relu'"):
+        small(params, x, "relu")
+    with pytest.raises(TypeError, match="params/w must be an array, .* got 'w'"):
+        small({"w": "w"}, x, activation="relu")
+
+
 def test_a_trace_under_other_settings_is_another():
     small = jc.checkpoint(lambda x: x @ x)
 

@@ -1,5 +1,8 @@
 """Subspace: which kernels, which P, and what is refused before anything is traced."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +39,13 @@ def test_slots():
         slots[f"layers/{name}/kernel"] for name in ("attn/q", "attn/k", "mlp/down")
     )
     assert q.family == k.family != down.family
+
+
+def test_a_copy_is_the_same():
+    space = subspace(period=7)
+    for copied in (copy.deepcopy(space), pickle.loads(pickle.dumps(space))):
+        assert copied.rules == space.rules and copied.period == 7
+        assert jax.random.key_data(copied.key).tolist() == [0, 0]
 
 
 def test_the_first_rule_that_matches_decides():
