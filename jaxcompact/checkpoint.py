@@ -46,8 +46,8 @@ def checkpoint(
 
     Works under jit, grad, vmap, scan, nested and inside or around `jax.checkpoint`;
     goes into jitted functions, scans and branches. A function that reads the axis name
-    of a vmap around it (``axis_name``, as of a mean over examples) has no backward pass,
-    as with any `jax.custom_vjp`; in `jax.shard_map` it has. Modules:
+    of a vmap around it, as of a mean over examples, has no backward pass, as with any
+    `jax.custom_vjp`; that of a `jax.shard_map` it may read. Modules:
     `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that

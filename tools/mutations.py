@@ -233,6 +233,21 @@ MUTATIONS = [
         "tests/test_sums.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
     ),
     Mutation(
+        "what a loop's body divides by is rounded",
+        "jaxcompact/divisors.py",
+        "    return _steep_inputs(op)\n",
+        "    return []\n",
+        "tests/test_by_hand.py::test_a_divisor_in_a_body_is_no_zero",
+    ),
+    Mutation(
+        "sketches do not vary over devices as their tokens do",
+        "jaxcompact/linear.py",
+        "*varying_as(operands, operands), z",
+        "*operands, z",
+        "tests/test_linear_devices.py"
+        "::test_in_a_shard_map_sketches_are_those_of_plain_gradients",
+    ),
+    Mutation(
         "devices' weight gradients are averaged instead of added",
         "kernels/weight_gradient/api.py",
         "jax.lax.psum(",

@@ -10,7 +10,7 @@ import pytest
 
 TRAIN = Path(__file__).resolve().parents[2] / "train"
 
-# It says what it begins, so that a test can end it just then.
+# It says what it begins and has done, so that a test can end it between the two.
 CHILD = """
 import os, sys
 import configs, pretrain
@@ -18,7 +18,9 @@ import configs, pretrain
 def announced(name, function):
     def wrapped(*args, **kwargs):
         print("@", name, flush=True)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        print("@", name, "done", flush=True)
+        return result
     return wrapped
 
 configs.MODELS["tiny"] = configs.ModelConfig(

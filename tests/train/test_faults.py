@@ -109,7 +109,7 @@ def test_a_run_killed_twenty_times_repeats_the_undisturbed_one(
     moments = random.Random(0)
     checkpoints = tmp_path / "compact/checkpoints"
     line = " ".join([*arguments, "--out", str(tmp_path), "--resume\n"])
-    in_a_save = 0
+    inside = dict.fromkeys(("save", "evaluation"), 0)
     with forked(pretrain_process) as server:
         for number in range(20):
             server.stdin.write(line)
@@ -119,10 +119,15 @@ def test_a_run_killed_twenty_times_repeats_the_undisturbed_one(
             until(server, event, moments.randint(1, 5 if event == "step" else 2))
             time.sleep(moments.uniform(0, 0.03))
             os.kill(child, signal.SIGKILL)
-            last = next(line for line in server.stdout if line.startswith("exit"))
+            done = False
+            for last in server.stdout:
+                done |= last == f"@ {event} done\n"
+                if last.startswith("exit"):
+                    break
             assert last == f"exit {-signal.SIGKILL}\n"
-            in_a_save += any(checkpoints.glob("*.unfinished"))
-    assert in_a_save  # or the moments are too late to mean anything
+            inside["save"] += any(checkpoints.glob("*.unfinished"))
+            inside["evaluation"] += event == "evaluation" and not done
+    assert all(inside.values()), inside  # or the moments are too late to mean anything
     assert resumed(pretrain_process, arguments, tmp_path) == undisturbed
 
 
