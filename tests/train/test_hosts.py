@@ -118,14 +118,22 @@ def test_two_processes_stop_together_and_four_go_on_with_another_mesh(
     assert summary["valid_loss"] < alone[1]
 
 
-def test_a_killed_process_stops_the_others_and_nothing_is_lost(start, alone, tmp_path):
-    first, second = start(2, "fsdp=2", tmp_path)
-    until_save(first, 2)
-    second.kill()
-    printed, _ = end([first, second], None)
-    assert first.returncode == 1, printed
-    assert "stopped: process 0 of 2: " in printed
-    assert "the last good checkpoint is step " in printed
+@pytest.mark.parametrize("killed", [0, 1], ids=["the coordinator", "another"])
+def test_a_killed_process_stops_the_others_and_nothing_is_lost(
+    start, alone, tmp_path, killed
+):
+    processes = start(2, "fsdp=2", tmp_path)
+    until_save(processes[0], 2)
+    processes[killed].kill()
+    printed = end(processes, None)[1 - killed]
+    told = f"stopped: process {1 - killed} of 2: "
+    if killed or told in printed:
+        assert processes[1 - killed].returncode == 1, printed
+        assert told in printed
+        assert "the last good checkpoint is step " in printed
+    else:  # jax itself may notice first that its coordinator has gone
+        assert processes[1].returncode not in (0, None), printed
+        assert "coordination service" in printed.lower()
     before = losses_of(tmp_path)
     assert max(before) >= 7
 
