@@ -3,15 +3,18 @@
 import argparse
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxcompact import memory
+from jaxcompact.memory.functions import made_by
 from jaxcompact.planner import Front, front, plan, scan_step
 
 
@@ -23,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     try:
         arguments.run(arguments)
-    except (ValueError, ImportError, NotImplementedError) as error:
+    except (ValueError, ImportError, NotImplementedError, OSError) as error:
         sys.exit(f"{parser.prog} {arguments.command}: {error}")
 
 
@@ -51,7 +54,9 @@ def _add_memory(commands: Any) -> None:
         "--budget", help='for --largest-batch: "16GiB"; default: the whole card'
     )
     command.add_argument(
-        "--multiple", type=int, default=1, help="of which batches are multiples"
+        "--multiple",
+        type=int,
+        help="for --largest-batch: of which batches are multiples; default: 1",
     )
     command.add_argument(
         "--measure",
@@ -63,22 +68,26 @@ def _add_memory(commands: Any) -> None:
 
 
 def _memory(arguments: argparse.Namespace) -> None:
+    searched, name = arguments.largest_batch, arguments.make_step
+    for option in ("batch", "measure") if searched else ("budget", "multiple"):
+        value = getattr(arguments, option)
+        if value is not None and value is not False:
+            word = "without" if searched else "with"
+            raise ValueError(f"--{option} goes {word} --largest-batch")
     if not arguments.measure:
         jax.config.update("jax_platforms", "cpu")
-    make_step = _imported(arguments.make_step)
-    if arguments.largest_batch:
+    batch = [arguments.batch] if searched or arguments.batch is not None else []
+    make_step = _imported(name, *batch)
+    if searched:
         found = memory.largest_batch(
             make_step,
             device=arguments.device,
             budget=arguments.budget,
-            multiple=arguments.multiple,
+            multiple=1 if arguments.multiple is None else arguments.multiple,
         )
         _show(found, dataclasses.asdict(found), arguments.json)
         return
-    if arguments.budget is not None:
-        raise ValueError("--budget goes with --largest-batch")
-    made = make_step() if arguments.batch is None else make_step(arguments.batch)
-    step, args = _pair(made, arguments.make_step, "(step, args)")
+    step, args = made_by(make_step, name, "step", *batch)
     found = memory.peak(step, *args, device=arguments.device)
     row = dataclasses.asdict(found) | {"breakdown": found.breakdown}
     text = str(found)
@@ -125,9 +134,15 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    for option in ("save", "plot"):
+        path = getattr(arguments, option)
+        if path and not Path(path).parent.is_dir():
+            raise ValueError(
+                f"--{option} must be in a folder that is there, got {path!r}"
+            )
     jax.config.update("jax_platforms", "cpu")
     name = arguments.make_block
-    block, args = _pair(_imported(name)(), name, "(block, args)")
+    block, args = made_by(_imported(name), name, "block")
     found = plan(
         block,
         *args,
@@ -136,11 +151,11 @@ def _plan(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         max_error=arguments.max_error,
     )
+    print(found.to_json() if arguments.json else found, flush=True)
     if arguments.save:
         found.save(arguments.save)
     if arguments.plot:
         _front(block, args, arguments).plot(arguments.plot)
-    print(found.to_json() if arguments.json else found)
 
 
 def _front(block: Callable, args: Sequence[Any], arguments: Any) -> Front:
@@ -152,22 +167,25 @@ def _front(block: Callable, args: Sequence[Any], arguments: Any) -> Front:
     )
 
 
-def _imported(name: str) -> Callable:
+def _imported(name: str, *args: Any) -> Callable:
+    """The function of that name, which takes such arguments."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise ValueError(f"expected MODULE:FUNCTION, got {name!r}")
     sys.path.insert(0, os.getcwd())
-    found = importlib.import_module(module)
+    inside = importlib.import_module(module)
     try:
-        return getattr(found, function)
+        found = getattr(inside, function)
     except AttributeError:
         raise ValueError(f"{module} has no {function!r}") from None
-
-
-def _pair(made: Any, name: str, form: str) -> tuple[Callable, Sequence[Any]]:
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ValueError(f"{name} must return {form}, got {type(made).__name__}")
-    return made
+    if not callable(found):
+        raise ValueError(f"{name} must be a function, got {type(found).__name__}")
+    try:
+        inspect.signature(found).bind(*args)
+    except TypeError as error:
+        what = "a batch" if args else "no arguments"
+        raise ValueError(f"{name} must take {what}: {error}") from None
+    return found
 
 
 def _show(found: Any, row: dict[str, Any], as_json: bool) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint
 from jaxcompact.codecs import Codec
+from jaxcompact.graph import on_host
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
 from jaxcompact.tensors import Tensor
 from jaxcompact.traced import Plan
@@ -27,7 +28,7 @@ class Row:
             that is kept by reference, "drop" for what the backward pass does not read.
         reason: why.
         nbytes: bytes as it is.
-        stored: bytes that are stored between the passes.
+        stored: bytes that are stored on the device between the passes.
     """
 
     name: str
@@ -109,7 +110,8 @@ def explain(
     Arguments may be `jax.ShapeDtypeStruct`s: nothing is computed. All floating point
     inputs count as differentiated.
 
-    Raises ValueError for a plain function without a policy, and what `checkpoint` does.
+    Raises ValueError for a plain function without a policy, for params without one, and
+    what `checkpoint` does.
 
     >>> import jax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -126,6 +128,11 @@ def explain(
     if not callable(fun) or fun not in TRACERS:
         raise ValueError(
             f"policy must be given for a function that is not checkpointed: {fun!r}"
+        )
+    if policy is None and params is not None:
+        raise ValueError(
+            f"params must be left out of a function that is checkpointed: {fun!r} has "
+            f"its own; an argument of that name goes by its place"
         )
     traced, inputs = TRACERS[fun](args, kwargs)
     avals = [traced.graph.avals[v] for v in traced.graph.inputs]
@@ -178,7 +185,8 @@ def _rows(plan: Plan) -> list[Row]:
         text, size = written(action), 0
         if value in stores:
             text = ", ".join(written(slot.action) for slot, _ in stores[value])
-            size = sum(_stored(slot, store) for slot, store in stores[value])
+            leaves = (leaf for _, store in stores[value] for leaf in store.leaves)
+            size = sum(_nbytes(leaf) for leaf in leaves if not on_host(leaf))
         elif value in kept:
             text = "keep"
             if isinstance(action, Recompute):
@@ -199,15 +207,6 @@ def _rows(plan: Plan) -> list[Row]:
             )
         )
     return rows
-
-
-def _stored(slot: Any, store: Any) -> int:
-    """Bytes on the device."""
-    if isinstance(slot.action, Codec) and slot.action.host_nbytes(
-        slot.tensor.shape, slot.tensor.dtype
-    ):
-        return slot.action.nbytes(slot.tensor.shape, slot.tensor.dtype)
-    return sum(map(_nbytes, store.leaves))
 
 
 def _nbytes(aval: Any) -> int:

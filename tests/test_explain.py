@@ -96,6 +96,17 @@ def test_tensors_on_the_host_take_no_bytes_of_the_device():
     assert said["hidden"].stored == 0 and said["relu.0"].stored == 256
 
 
+@pytest.mark.parametrize("before", [(), (jc.Quantized(8),)])
+def test_nor_do_those_of_loops(before):
+    def layers(w, x):
+        layer = lambda x, _: (jnp.tanh(jnp.tanh(x @ w) @ w), None)  # noqa: E731
+        return jax.lax.scan(layer, x, length=8)[0]
+
+    policy = jc.policies.uniform(jc.Chain(*before, jc.Offload()))
+    said = jc.explain(layers, jnp.ones((64, 64)), X, policy=policy, params=0)
+    assert said.stored == 0 and said.exact == 8 * 3 * 4 * X.size
+
+
 def test_it_prints_as_a_table():
     text = str(jc.explain(block, PARAMS, X, policy=jc.policies.int4(), params=0))
     header, *lines, total = text.splitlines()
@@ -112,3 +123,9 @@ def test_nothing_is_computed_for_shapes_alone():
 def test_a_plain_function_needs_a_policy():
     with pytest.raises(ValueError, match="policy must be given"):
         jc.explain(block, PARAMS, X)
+
+
+def test_an_argument_that_is_called_params():
+    small = jc.checkpoint(block, policy=jc.policies.int4(), params=0)
+    with pytest.raises(ValueError, match="params must be left out .*checkpointed"):
+        jc.explain(small, params=PARAMS, x=X)

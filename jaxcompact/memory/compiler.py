@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from jaxcompact.memory.cards import Device
+from jaxcompact.memory.functions import require_function
 
 INSTALL = 'pip install "jaxcompact[memory]"'
 _NOISE = (b"cuInit", b"GPU interconnect", b"ptxas", b"TPU", b"InitGoogle", b"libtpu")
@@ -25,6 +26,8 @@ _NOISE += (b"Source Location Trace",)
 # and take the first after all. That is half of the time of a compile. LLVM's
 # optimizations come after all buffers are assigned.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}}
+
+_LEAST_OF_CUDA_13 = 7.5  # compute capability
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,7 @@ def lower(
 ) -> Any:
     """The step, traced and lowered for that many cards."""
     _require_compiler(device)
-    if not callable(step):
-        raise ValueError(f"step must be a function, got {step!r}")
+    require_function("step", step)
     jitted = hasattr(step, "trace")
     if jitted and donate is not None:
         raise ValueError("donate must be said to jax.jit if the step is jitted")
@@ -93,10 +95,7 @@ def compile_lowered(lowered: Any, device: Device) -> Program:
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             if "ptxas too old" in str(error) or "does not support CC" in str(error):
-                raise NotImplementedError(
-                    f"the installed compiler does not take a {device.name} (compute "
-                    f"capability {device.target['capability']})"
-                ) from None
+                raise _not_taken(device) from None
             if "No PTX compilation provider" in str(error):
                 raise ImportError(f"ptxas is not installed: {INSTALL}") from None
             raise ValueError(
@@ -118,12 +117,21 @@ def compile_lowered(lowered: Any, device: Device) -> Program:
 
 def _require_compiler(device: Device) -> None:
     if device.platform == "cuda":
-        cuda()
+        capability = float(device.target["capability"].rstrip("a"))
+        if cuda() >= 13 and capability < _LEAST_OF_CUDA_13:  # XLA may crash
+            raise _not_taken(device)
         return
     # Nobody is asked which TPU this machine has.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     if not _found("libtpu"):
         raise ImportError("libtpu is not installed: pip install libtpu")
+
+
+def _not_taken(device: Device) -> NotImplementedError:
+    return NotImplementedError(
+        f"the installed compiler does not take a {device.name} (compute capability "
+        f"{device.target['capability']})"
+    )
 
 
 def cuda() -> int:

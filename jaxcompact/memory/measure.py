@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.memory.functions import require_function
+
 
 def measure(step: Callable, *args: Any) -> int:
     """Runs ``step(*args)`` once, and asks the allocator for its peak bytes.
@@ -13,8 +15,10 @@ def measure(step: Callable, *args: Any) -> int:
     Abstract arguments are filled with zeros. Once a process: the allocator's peak can't
     be set back, and what the process did before counts.
 
-    Raises NotImplementedError where the backend does not count: on a CPU.
+    Raises ValueError for a step that is no function; NotImplementedError where the
+    backend does not count: on a CPU.
     """
+    require_function("step", step)
     device = jax.local_devices()[0]
     if "peak_bytes_in_use" not in (device.memory_stats() or {}):
         raise NotImplementedError(f"{device.platform} does not count its memory")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcompact.memory.cards import find_device, here
+from jaxcompact.memory.functions import made_by, require_function
 from jaxcompact.memory.peak import Peak, gib, peak
 
 _UNITS = {"": 1, "B": 1} | {
@@ -58,7 +59,8 @@ def largest_batch(
         multiple: batches are multiples of it.
         progress: called with a line for each compile; by default it goes to stderr.
 
-    Raises ValueError for a budget that is none, or below what the smallest batch takes.
+    Raises ValueError for a budget that is none, or below what the smallest batch takes,
+    and for what is no step.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxcompact import memory
@@ -74,15 +76,12 @@ def largest_batch(
     limit = card.memory if budget is None else parse_bytes(budget)
     if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
         raise ValueError(f"multiple must be a positive int, got {multiple!r}")
-    if not callable(make_step):
-        raise ValueError(f"make_step must be a function, got {make_step!r}")
-    if progress is not None and not callable(progress):
-        raise ValueError(f"progress must be a function, got {progress!r}")
-    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    require_function("make_step", make_step)
+    say = saying(progress)
     peaks: dict[int, Peak] = {}
 
     def compiled(count: int) -> int:
-        step, args = make_step(count * multiple)
+        step, args = made_by(make_step, "make_step", "step", count * multiple)
         found = peaks[count] = peak(step, *args, device=device)
         verdict = "fits" if found.peak_bytes <= limit else "does not fit"
         size = gib(found.peak_bytes)
@@ -118,6 +117,14 @@ def largest_batch(
         compiled(max(guess, fits + 1))
     tried = {c * multiple: found.peak_bytes for c, found in sorted(peaks.items())}
     return LargestBatch(fits * multiple, peaks[fits], limit, tried)
+
+
+def saying(progress: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    """What is called with each line; by default it goes to stderr."""
+    if progress is None:
+        return lambda line: print(line, file=sys.stderr, flush=True)
+    require_function("progress", progress)
+    return progress
 
 
 def _meeting(limit: int, one: tuple[int, int], other: tuple[int, int]) -> int:

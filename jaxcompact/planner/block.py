@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 
+from jaxcompact.memory.functions import made_by
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.traced import Plan as Traces
 
@@ -31,10 +32,11 @@ def block_of(
     It may be traced several times, for several layers, if it is the same each time.
     ``statistics`` as of `Tensors`.
 
-    Raises ValueError, with the ``name`` of ``make``, if there is none or several.
+    Raises ValueError, with the ``name`` of ``make``, if there is none or several, or if
+    ``make`` returns anything else.
     """
     noting = Noting(policy, statistics)
-    function, args = make(noting)
+    function, args = made_by(make, name, name.removeprefix("make_"), noting)
     jax.eval_shape(function, *args)
     # The first layer's input, and a loop's at first, are not differentiated.
     last = {id(traces.traced): traces for traces in noting.found}

@@ -15,7 +15,15 @@ from jaxcompact.tensors import Tensor
 
 _CODECS = (kind for kind in vars(codecs).values() if isinstance(kind, type))
 _ACTIONS = {kind.__name__: kind for kind in (Save, Recompute, Derivative)} | {
-    kind.__name__: kind for kind in _CODECS if issubclass(kind, Codec)
+    kind.__name__: kind
+    for kind in _CODECS
+    if issubclass(kind, Codec) and kind is not Codec
+}
+_IN_JSON = {  # what each kind of field is there, and is called
+    str: (str, "a string"),
+    Mapping[str, Action]: (dict, "an object"),
+    int: (int, "a whole number"),
+    float: (int | float, "a number"),
 }
 
 
@@ -67,10 +75,12 @@ class Plan:
         """Raises ValueError for text that is no plan, naming what is wrong."""
         try:
             found = json.loads(text)
-            actions = {n: _action(n, a) for n, a in found.pop("actions").items()}
-            return cls(actions=actions, **found)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"plan: it is none: {error}") from None
+        _require_fields(found, {f.name: f.type for f in fields(cls)})
+        find_device(found["device"])
+        actions = {n: _action(n, a) for n, a in found.pop("actions").items()}
+        return cls(actions=actions, **found)
 
     def save(self, path: str | Path) -> None:
         """Whole or not at all."""
@@ -105,13 +115,29 @@ def _to_data(action: Any) -> Any:
     return {"action": type(action).__name__, **values}
 
 
+def _require_fields(found: Any, kinds: Mapping[str, Any]) -> None:
+    if not isinstance(found, dict) or found.keys() != kinds.keys():
+        *names, last = kinds
+        got = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(
+            f"plan: it must have {', '.join(names)} and {last}, got {got or 'nothing'}"
+        )
+    for name, kind in kinds.items():
+        value, (kind, word) = found[name], _IN_JSON[kind]
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"plan: {name} must be {word}, got {value!r}")
+
+
 def _action(name: str, data: Any) -> Any:
     if not isinstance(data, dict):
         raise ValueError(
             f"plan: the action of {name!r} must be an object such as "
             f'{{"action": "Save"}}, got {data!r}'
         )
-    return _from_data(data)
+    try:
+        return _from_data(data)
+    except TypeError as error:
+        raise ValueError(f"plan: the action of {name!r}: {error}") from None
 
 
 def _from_data(data: Any) -> Any:
@@ -119,12 +145,12 @@ def _from_data(data: Any) -> Any:
         return tuple(map(_from_data, data))
     if not isinstance(data, dict):
         return data
-    kind = data["action"]
-    if kind not in _ACTIONS:
+    kind = data.get("action")
+    if not isinstance(kind, str) or kind not in _ACTIONS:
         raise ValueError(
             f"plan: action must be one of {', '.join(_ACTIONS)}, got {kind!r}"
         )
     values = {k: _from_data(v) for k, v in data.items() if k != "action"}
     if kind == "Chain":
-        return Chain(*values["codecs"])
+        return Chain(*values.pop("codecs", ()), **values)
     return _ACTIONS[kind](**values)

@@ -10,7 +10,12 @@ from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
-from jaxcompact.planner.sensitivity import Sensitivity, noise
+from jaxcompact.planner.sensitivity import (
+    Sensitivity,
+    is_real,
+    noise,
+    require_codecs,
+)
 from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
 from jaxcompact.replay import Replay, Residual, Source
@@ -91,7 +96,14 @@ def problem_of(
 
     What is not chosen (masks, integers, the bodies of loops) is stored as by
     `policies.int4`, or exactly if no error is allowed.
+
+    Raises ValueError for arguments that are none, named as those of `plan_step`.
     """
+    if not is_real(max_error) or not max_error >= 0:
+        raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
+    if found is not None and not isinstance(found, Sensitivity):
+        raise ValueError(f"sensitivity must be a Sensitivity or None, got {found!r}")
+    require_codecs(codecs)
     base = policies.int4() if max_error > 0 else Compress(Save())
     traces = block_of(make_step, base, "make_step", statistics=True)
     return traces, problem(traces, base, tuple(codecs), card, found)

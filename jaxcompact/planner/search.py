@@ -1,7 +1,6 @@
 """The search for a plan: solve, compile for the card, correct, solve again."""
 
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,8 +12,9 @@ from jaxcompact import policies
 from jaxcompact.checkpoint import Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device, here, present
+from jaxcompact.memory.functions import require_function
 from jaxcompact.memory.peak import gib, peak
-from jaxcompact.memory.search import parse_bytes
+from jaxcompact.memory.search import parse_bytes, saying
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
@@ -103,9 +103,10 @@ def plan_step(
     of its roofline.
 
     Raises ValueError for a budget that is none, above the card, or below what the
-    smallest plan takes (which it says), for a ``max_error`` that no plan keeps, and for
-    a step that checkpoints no block or several; ImportError without
-    ``jaxcompact[memory]``.
+    smallest plan takes (which it says), for a ``max_error`` that no plan keeps, for
+    other arguments that are none of these, and for a step that checkpoints no block or
+    several; ImportError without ``jaxcompact[memory]``; NotImplementedError for a card
+    that the compiler does not take.
 
     Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
     """
@@ -113,9 +114,7 @@ def plan_step(
         raise ValueError(f"layers must be a positive int, got {layers!r}")
     device = here() if device is None else device
     card, limit = find_device(device), budget_bytes(budget, device)
-    if not max_error >= 0:
-        raise ValueError(f"max_error must be 0 or more, got {max_error!r}")
-    say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    say = saying(progress)
     if present(card):
         say(f"operations are timed on this machine's {card.name}, if they were not yet")
     traces, asked = problem_of(make_step, card, max_error, sensitivity, codecs)
@@ -226,12 +225,14 @@ def scan_step(
     block: Callable, args: Sequence[Any], layers: int, params: Params
 ) -> Callable[[Any], tuple[Callable, tuple]]:
     """The gradient of a scan over ``layers`` blocks, for one policy."""
-    numbers = {n % len(args) for n in as_tuple(params) if isinstance(n, int)}
-    rest = [n for n in range(len(args)) if n not in numbers]
+    require_function("block", block)
+    count = len(args)
+    numbers = {n % count for n in as_tuple(params) if count and isinstance(n, int)}
+    rest = [n for n in range(count) if n not in numbers]
     if not rest:
         raise ValueError("args must hold one that is no parameter")
     place = rest[0]
-    out = jax.eval_shape(block, *args)
+    out = jax.eval_shape(checkpoint(block, params=params), *args)  # which knows params
     like = jax.tree.map(lambda x: (x.shape, x.dtype), (out, args[place]))
     if like[0] != like[1]:
         raise ValueError(

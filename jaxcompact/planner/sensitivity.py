@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
@@ -101,7 +102,13 @@ class Sensitivity:
     effects: Mapping[str, Effect] = field(hash=False)
 
     def error(self, actions: Mapping[str, Action]) -> float:
-        """Of the gradient, relative, under actions by name: the root of their sum."""
+        """Of the gradient, relative, under actions by name: the root of their sum.
+
+        Raises ValueError for what are none.
+        """
+        named = isinstance(actions, Mapping)
+        if not named or not all(isinstance(a, Action) for a in actions.values()):
+            raise ValueError(f"actions must map names to actions, got {actions!r}")
         found = (
             self.effects[name].error(action)
             for name, action in actions.items()
@@ -110,7 +117,16 @@ class Sensitivity:
         return sum(found) ** 0.5
 
     def bits(self, actions: Mapping[str, Codec]) -> float:
-        """An entry takes with these codecs, scales included, on average."""
+        """An entry takes with these codecs, scales included, on average.
+
+        Raises ValueError if not each tensor has one.
+        """
+        codecs = actions if isinstance(actions, Mapping) else {}
+        if not all(isinstance(codecs.get(name), Codec) for name in self.effects):
+            names = ", ".join(self.effects)
+            raise ValueError(
+                f"actions must map each of {names} to a codec, got {actions!r}"
+            )
         nbytes = entries = 0
         for name, effect in self.effects.items():
             nbytes += effect.nbytes(actions[name])
@@ -123,8 +139,11 @@ class Sensitivity:
         Scales are counted: `Quantized(4)` takes 4.25. Exact, as a small integer
         program: GACT's (arXiv 2206.11357) greedy one leaves bits unused.
 
-        Raises ValueError if ``bits`` are less than the smallest codecs take.
+        Raises ValueError if ``bits`` are no number, or less than the smallest codecs
+        take.
         """
+        if not is_real(bits):
+            raise ValueError(f"bits must be a number, got {bits!r}")
         program, chosen, size = IntegerProgram(), {}, {}
         errors = [e for effect in self.effects.values() for e in effect.errors.values()]
         scale, cost = 1e6 / (max(errors, default=0.0) or 1.0), {}
@@ -190,8 +209,9 @@ def sensitivity(
     random numbers stay as they are. Memory: that of exact training, twice to three
     times.
 
-    Raises ValueError for a gradient that is not finite or 0, for one that checkpoints
-    no block or several, and for a policy that encodes nothing.
+    Raises ValueError for arguments that are none of these, for a gradient that is not
+    finite or 0, for one that checkpoints no block or several, and for a policy that
+    encodes nothing.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> def block(w, x):
@@ -221,6 +241,9 @@ def measuring(
     """``measure(key, *args)``, compiled once for many, and the first args."""
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"probes must be a positive int, got {probes!r}")
+    if isinstance(policy, type) or not hasattr(policy, "decide"):
+        raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
+    require_codecs(codecs)
     traces = block_of(make_gradient, policy, "make_gradient")
     asked: dict[str, tuple[Tensor, tuple[Codec, ...]]] = {}
     counts: Counter[str] = Counter()
@@ -275,6 +298,16 @@ def measuring(
         return Sensitivity(traces.traced.label, policy, effects)
 
     return measure, args
+
+
+def is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def require_codecs(codecs: Any) -> None:
+    several = isinstance(codecs, tuple | list)
+    if not several or not all(isinstance(codec, Codec) for codec in codecs):
+        raise ValueError(f"codecs must be codecs, in a tuple or list, got {codecs!r}")
 
 
 def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec, ...]:

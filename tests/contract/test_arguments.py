@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
+from jaxcompact.planner.sensitivity import Effect
 
 W, X, KEY = jnp.ones((4, 3)), jnp.ones((2, 4)), jax.random.key(0)
 TREE, SPACE = {"kernel": W}, jc.Subspace({"kernel": jc.Projection(2)}, KEY)
@@ -112,12 +113,19 @@ def gradient(params=TREE, step=0):
     return jc.value_and_grad(loss, SPACE)(params, X, step=step)
 
 
+def plan_of(block):
+    return jc.plan(block, W, X)
+
+
 def peak(step=jnp.sin, **options):
     return jc.memory.peak(step, jax.ShapeDtypeStruct((8,), jnp.float32), **options)
 
 
 update = partial(INSIDE.update, TREE, state=INSIDE.init(TREE), params=TREE)
 plan = partial(jc.plan, lambda w, x: x + x @ w, jnp.eye(4), X)
+plan_step = partial(jc.plan_step, make_step=product)
+EFFECT = Effect((64,), jnp.float32, {jc.Quantized(4): 0.1, jc.Quantized(8): 0.01})
+FOUND = jc.Sensitivity("block", jc.policies.int4(), {"x": EFFECT})
 CALLS: list = []
 
 
@@ -190,8 +198,21 @@ expect(peak, donate=untried(either(EMPTY, whole())))
 search = partial(jc.memory.largest_batch, make_step=product, budget=1)
 expect(search, make_step=FUNCTION, device=DEVICE, budget=BUDGET, multiple=untried(SIZE))
 expect(search, progress=untried(either(one_of(None), callable)))
-expect(plan, layers=untried(SIZE), device=DEVICE, budget=BUDGET)
-expect(partial(jc.sensitivity, product), probes=untried(SIZE))
+expect(jc.memory.measure, step=FUNCTION)
+expect(plan_of, block=FUNCTION)
+expect(plan, params=untried(either(EMPTY, one_of(0, 1, -1, -2), is_a(type))))
+for search in (plan, plan_step):
+    expect(search, layers=untried(SIZE), device=DEVICE, budget=BUDGET)
+    expect(search, max_error=untried(real(0, math.inf)), codecs=untried(one_of([])))
+    expect(search, sensitivity=untried(one_of(None)))
+    expect(search, progress=untried(either(one_of(None), callable)))
+expect(plan_step, make_step=FUNCTION)
+sensitivity = partial(jc.sensitivity, make_gradient=product)
+expect(sensitivity, make_gradient=FUNCTION, policy=POLICY, probes=untried(SIZE))
+expect(sensitivity, codecs=untried(one_of([])))
+expect(FOUND.policy, bits=real(4.25, math.inf))
+expect(FOUND.bits, actions=never)
+expect(FOUND.error, actions=one_of({}))
 expect(jc.Plan.from_json, text=never)
 
 # Where it is not the argument's own name: whose word it is then.

@@ -13,8 +13,17 @@ def make_step(batch=256):
     x = jax.ShapeDtypeStruct((batch, 1024), jnp.float32)
     return jax.jit(lambda x: 2.0 * x), (x,)
 
+def fixed():
+    return make_step()
+
 def nothing():
     pass
+
+def array():
+    step, (x,) = make_step()
+    return step, x
+
+constant = 3
 """
 
 
@@ -72,9 +81,28 @@ def test_an_error_ends_the_process(run):
         (["my_module"], "expected MODULE:FUNCTION, got 'my_module'"),
         (["my_module:other"], "my_module has no 'other'"),
         (["no_module:f"], "No module named 'no_module'"),
-        (["my_module:nothing"], r"must return (step, args), got NoneType"),
+        (["my_module:nothing"], "a function and a tuple, got NoneType"),
+        (["my_module:array"], "and a tuple, got (PjitFunction, ShapeDtypeStruct)"),
+        (["my_module:constant"], "my_module:constant must be a function, got int"),
+        (["my_module:fixed", "--batch", "3"], "fixed must take a batch: too many"),
+        (["my_module:fixed", "--largest-batch"], "must take a batch: too many"),
         (["my_module:make_step", "--device", "gtx"], "device must be one of"),
-        (["my_module:make_step", "--budget", "1GiB"], "goes with --largest-batch"),
+        (
+            ["my_module:make_step", "--budget", "1GiB"],
+            "--budget goes with --largest-batch",
+        ),
+        (
+            ["my_module:make_step", "--multiple", "8"],
+            "--multiple goes with --largest-batch",
+        ),
+        (
+            ["my_module:make_step", "--largest-batch", "--batch", "0"],
+            "--batch goes without --largest-batch",
+        ),
+        (
+            ["my_module:make_step", "--largest-batch", "--measure"],
+            "--measure goes without --largest-batch",
+        ),
         (
             ["my_module:make_step", "--largest-batch", "--budget", "1 ton"],
             "budget must be bytes",

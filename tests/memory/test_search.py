@@ -24,7 +24,7 @@ def search_in(nbytes, budget, multiple=1):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "peak", peak)
         found = jc.memory.largest_batch(
-            lambda batch: (None, (batch,)), budget=budget, multiple=multiple, **SILENT
+            lambda batch: (print, (batch,)), budget=budget, multiple=multiple, **SILENT
         )
     return len(found.tried), found
 
@@ -134,6 +134,21 @@ def test_what_is_none_is_refused(arguments, message):
 
     with pytest.raises(ValueError, match=message):
         jc.memory.largest_batch(make_step, **arguments, **SILENT)
+
+
+@pytest.mark.parametrize(
+    ("made", "got"),
+    [
+        (3, "int"),
+        ((jnp.sin, 1, 2), "tuple"),
+        ((3, ()), r"\(int, tuple\)"),
+        ((jnp.sum, jnp.ones(3)), r"\(function, ArrayImpl\)"),
+    ],
+)
+def test_what_is_no_step(made, got):
+    rule = r"make_step must return \(step, args\), a function and a tuple, got "
+    with pytest.raises(ValueError, match=f"^{rule}{got}$"):
+        jc.memory.largest_batch(lambda batch: made, **SILENT)
 
 
 def test_a_step_that_takes_no_memory():

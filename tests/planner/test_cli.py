@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 import jaxcompact as jc
+from jaxcompact import cli
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -15,6 +16,9 @@ def make_block():
 
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     return block, ({"up": of(256, 1024), "down": of(1024, 256)}, of(4096, 256))
+
+def of(layers):
+    return make_block()
 
 def nothing():
     pass
@@ -46,12 +50,32 @@ def test_a_table_and_a_file(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["my_module:nothing"], "must return (block, args), got NoneType"),
+        (["my_module:nothing"], "(block, args), a function and a tuple, got NoneType"),
         (["my_module:make_block", "--budget", "1MiB"], "budget must be "),
         (["my_module:make_block", "--layers", "0"], "layers must be a positive int"),
+        (["my_module:of"], "of must take no arguments: missing a required argument"),
+        (
+            ["my_module:make_block", "--save", "no/plan.json"],
+            "--save must be in a folder that is there, got 'no/plan.json'",
+        ),
+        (
+            ["my_module:make_block", "--plot", "no/front.png"],
+            "--plot must be in a folder that is there, got 'no/front.png'",
+        ),
     ],
 )
 def test_errors_are_one_line(jaxcompact_main, arguments, message):
     said, out, _ = jaxcompact_main(MODULE, "plan", *arguments)
     assert said.startswith("python -m jaxcompact plan: ") and message in said
     assert "\n" not in said and out == ""
+
+
+def test_what_was_found_is_printed_before_it_is_written(
+    jaxcompact_main, monkeypatch, tmp_path
+):
+    found = jc.Plan("block", {}, "h200", 2**30, 0.0, 0, 0.0, 2**20)
+    monkeypatch.setattr(cli, "plan", lambda *args, **options: found)
+    said, out, _ = jaxcompact_main(
+        MODULE, "plan", "my_module:make_block", "--save", str(tmp_path)
+    )
+    assert out == f"{found}\n" and "directory" in said and "\n" not in said

@@ -33,6 +33,7 @@ def of(*shape):
 
 PARAMS = {"gate": of(D, FF), "up": of(D, FF), "down": of(FF, D)}
 X = of(8192, D)
+MADE_UP = jc.Plan("block", {"x": jc.Save()}, "h200", 2**30, 0.0, 2**20, 0.0, 2**21)
 
 
 @pytest.fixture(scope="module")
@@ -147,16 +148,55 @@ def test_as_json(plan, tmp_path):
     ("text", "message"),
     [
         ("{", "plan: it is none: Expecting"),
-        ("[]", "plan: it is none"),
-        ("{}", "plan: it is none: 'actions'"),
-        ('{"actions": {"x": {"action": "Zip"}}}', "must be one of Save, .*, got 'Zip'"),
-        ('{"actions": {"x": {"action": "Quantized", "bits": 5}}}', "bits must be"),
-        ('{"actions": {}}', "plan: it is none: .*missing"),
+        ("[]", "plan: it must have block, actions, .* and peak_bytes, got list"),
+        ("{}", "plan: it must have block, .* and peak_bytes, got nothing"),
+        ('{"actions": {}}', "plan: it must have block, .*, got actions$"),
     ],
 )
 def test_json_that_is_no_plan(text, message):
     with pytest.raises(ValueError, match=message):
         jc.Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("block", 3, "plan: block must be a string, got 3"),
+        ("actions", [], r"plan: actions must be an object, got \[\]"),
+        ("device", "h2o", "device must be one of .*, got 'h2o'"),
+        ("budget", "7GiB", "plan: budget must be a whole number, got '7GiB'"),
+        ("nbytes", 1.5, "plan: nbytes must be a whole number, got 1.5"),
+        ("peak_bytes", True, "plan: peak_bytes must be a whole number, got True"),
+        ("seconds", None, "plan: seconds must be a number, got None"),
+        ("error", "0", "plan: error must be a number, got '0'"),
+        ("name", "x", "plan: it must have block, .*, got .*, name"),
+    ],
+)
+def test_json_with_another_field(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        jc.Plan.from_json(json.dumps(json.loads(MADE_UP.to_json()) | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ({"action": "Zip"}, "must be one of Save, .*, got 'Zip'"),
+        ({"action": "Codec"}, "must be one of Save, .*, got 'Codec'"),
+        ({"action": ["Save"]}, r"must be one of Save, .*, got \['Save'\]"),
+        ({"bits": 4}, "must be one of Save, .*, got None"),
+        ("Save", "the action of 'x' must be an object such as"),
+        ({"action": "Chain"}, r"codecs must be one or more codecs, got \(\)"),
+        ({"action": "Chain", "codecs": 3}, "plan: the action of 'x': .*iterable"),
+        ({"action": "Derivative", "codec": {}}, "must be one of Save, .*, got None"),
+        ({"action": "Quantized", "bits": 5}, "bits must be"),
+        ({"action": "Save", "bits": 5}, "plan: the action of 'x': .*bits"),
+        ({"action": "Derivative"}, "plan: the action of 'x': .*codec"),
+    ],
+)
+def test_json_with_another_action(action, message):
+    data = json.loads(MADE_UP.to_json()) | {"actions": {"x": action}}
+    with pytest.raises(ValueError, match=message):
+        jc.Plan.from_json(json.dumps(data))
 
 
 def test_of_another_function(plan):
@@ -200,6 +240,20 @@ def test_a_block_that_does_not_map_its_input_to_one_like_it():
 
     with pytest.raises(ValueError, match="must map its argument 1 to one like it"):
         jc.plan(head, PARAMS, X, budget="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("args", "params", "message"),
+    [
+        ((), 0, "args must hold one that is no parameter"),
+        ((PARAMS,), 0, "args must hold one that is no parameter"),
+        ((PARAMS, X), 5, "params must be below the number of arguments 2, got 5"),
+        ((PARAMS, X), "params", "params must be argument numbers .*, got 'params'"),
+    ],
+)
+def test_arguments_of_a_block(args, params, message):
+    with pytest.raises(ValueError, match=message):
+        jc.plan(block, *args, params=params)
 
 
 def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
@@ -309,6 +363,14 @@ def test_weights_lie_on_several_devices(kind):
     assert found.breakdown["inputs"] == weights // 2 + 2 * X.size
     pointers = 3 * 8
     assert found.breakdown["outputs"] == weights // 2 + pointers
+
+
+def test_what_is_no_step():
+    rule = r"make_step must return \(step, args\), a function and a tuple, got "
+    with pytest.raises(ValueError, match=f"^{rule}int$"):
+        jc.plan_step(lambda policy: 3)
+    with pytest.raises(ValueError, match=rf"^{rule}\(.*, ShapeDtypeStruct\)$"):
+        jc.plan_step(lambda policy: (jnp.sin, X))
 
 
 def test_a_step_without_a_block():

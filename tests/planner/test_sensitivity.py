@@ -402,10 +402,21 @@ def test_what_is_refused(found):
         jc.sensitivity(make_gradient, probes=0)
     with pytest.raises(ValueError, match="make_gradient must return .* got none"):
         jc.sensitivity(lambda policy: (jax.grad(jnp.sum), (X,)))
+    with pytest.raises(ValueError, match=r"must return \(gradient, args\), .*got int"):
+        jc.sensitivity(lambda policy: 3)
+    with pytest.raises(ValueError, match=r"codecs must be codecs, .* got \['x'\]"):
+        jc.sensitivity(make_gradient, codecs=["x"])
     with pytest.raises(ValueError, match=r"bits must be 2.50 or more, .*; got 2"):
         found.policy(2)
-    with pytest.raises(ValueError, match="bits must be"):
+    with pytest.raises(ValueError, match="bits must be .*got nan"):
         found.policy(float("nan"))
+    for bits in ("4", None):
+        with pytest.raises(ValueError, match=f"bits must be a number, got {bits!r}"):
+            found.policy(bits)
+    with pytest.raises(ValueError, match="actions must map each of x, .*to a codec"):
+        found.bits({"x": jc.Quantized(4)})
+    with pytest.raises(ValueError, match="actions must map names to actions, got"):
+        found.error({"x": 4})
 
 
 def test_it_can_be_read(found):
