@@ -125,6 +125,12 @@ class MethodOptions(options.MethodOptions):
         f"of a fraction {Method.alpha})",
         float,
     )
+    blocks: int | None = option(
+        None,
+        "into which compact cuts the inputs of the MLP's down, each with a projection "
+        f"of its own (default: {Method.blocks})",
+        int,
+    )
 
     own = DEFAULTS
 
