@@ -417,7 +417,8 @@ ACTIONS = (
     | st.sampled_from([jc.Save(), jc.Recompute()])
     | st.builds(jc.Derivative, CODECS, st.none() | CODECS)
 )
-NUMBERS = st.lists(st.floats(allow_nan=False) | st.integers(), min_size=5, max_size=5)
+BYTES, REALS = st.integers(), st.floats(allow_nan=False) | st.integers()
+NUMBERS = st.tuples(BYTES, REALS, BYTES, REALS, BYTES)
 RULES = st.dictionaries(st.text(), ACTIONS, max_size=4)
 
 
