@@ -12,6 +12,7 @@ from jaxcompact.kernels.project import reference
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.quantize.reference import dequantize
 from tests.kernels.machine_code import compiled, kernels_in, resources
+from tests.kernels.test_activate import same
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -47,13 +48,6 @@ def whole_numbers(shape, rank: int, dtype):
     """Whose sums are exact in any order, and in the dtype."""
     x = jax.random.randint(jax.random.key(0), shape, -3, 4).astype(dtype)
     return x, jax.random.rademacher(jax.random.key(1), (shape[-1], rank), dtype)
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
-        x, y = (np.asarray(v, np.float32) for v in (x, y))
-        np.testing.assert_array_equal(x, y)
 
 
 @cases

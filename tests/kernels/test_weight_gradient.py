@@ -6,8 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxcompact as jc
-from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize.reference import dequantize, quantize
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 from tests.kernels.machine_code import compiled, kernels_in, resources
@@ -121,23 +119,3 @@ def test_of_nothing_there_is_nothing():
     codes, stored = jnp.zeros((64, 0), jnp.uint8), jnp.zeros((64, 0), jnp.bfloat16)
     dy = jnp.ones((64, 128), jnp.bfloat16)
     assert weight_gradient(codes, stored, None, dy, **fields(4, 0)).shape == (0, 128)
-
-
-def test_a_compressed_layer_takes_it():
-    """z in 4 bits: one kernel to encode it, one for the sketch's gradient."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
-    projection = jc.Projection(rank=64, codec=jc.Quantized(4))
-    subspace = jc.Subspace({"kernel": projection}, jax.random.key(0))
-    params = {"kernel": jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)}
-    x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-
-    def loss(params, x):
-        y = jc.linear(x, params["kernel"]).astype(jnp.float32)
-        return jnp.sum(jnp.square(y))
-
-    def gradient(params, x):
-        with choice.using("mosaic_gpu"):
-            return jc.value_and_grad(loss, subspace)(params, x, step=0)[1]
-
-    text = compiled(gradient, params, x)
-    assert kernels_in(text) == 2
