@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.codecs import Encoded, Quantized
-from jaxcompact.kernels.explicit import gathered, laid_as, without
+from jaxcompact.kernels.explicit import gathered, laid_as
+from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize.reference import join_groups, split_groups
 
 Kind = Literal["gaussian", "rademacher", "sparse", "countsketch", "orthonormal"]
@@ -209,7 +210,7 @@ class Projection:
                 x = gathered(x, -1)
                 x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % r)])
             return split_groups(x, group=r, axis=-1).sum(axis=-2)
-        return jnp.matmul(x, drawn, out_sharding=without(x, -1))
+        return product(x, drawn)
 
     def _lifted(self, drawn: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
         if self.blocks > 1:

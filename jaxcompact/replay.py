@@ -242,7 +242,8 @@ class Replay:
             where=op.where,
             statistic=16 * aval.size <= largest,
             fused=out and out.fused,
-            divisor=is_any(op, LINEAR_ALGEBRA) or bool(steeply_read(op)),
+            divisor=is_any(op, LINEAR_ALGEBRA)
+            or not self.tensors.fixed.issuperset(steeply_read(op)),
         )
 
     def _decide_residual(self, source: Residual) -> tuple[Tensor, Action, str]:

@@ -388,11 +388,24 @@ def test_what_an_op_keeps_that_divides_is_no_substitute_either():
     def product(y):
         return jnp.log(y) @ y.T
 
+    @jax.custom_vjp
+    def tempered(t, y):
+        return (y / t) @ y.T
+
     product.defvjp(lambda y: (product(y), 2 * y), lambda y, c: (c @ y / (y * y),))
-    policy = jc.policies.int4()
-    said = jc.explain(lambda w, x: product(x @ w), W, X, policy=policy, params=0)
-    actions = {row.name: row.action for row in said.rows}
-    assert actions["custom_vjp_call.0.residual0"] == "Save()"
+    tempered.defvjp(
+        lambda t, y: (tempered(t, y), (t, 2 * y)),
+        lambda kept, c: (kept[0], c @ kept[1] / kept[0]),
+    )
+
+    def action(fun, residual):
+        said = jc.explain(fun, W, X, policy=jc.policies.int4(), params=0)
+        actions = {row.name: row.action for row in said.rows}
+        return actions[f"custom_vjp_call.0.residual{residual}"]
+
+    assert action(lambda w, x: product(x @ w), 0) == "Save()"
+    # A parameter is no tensor that is rounded.
+    assert action(lambda w, x: tempered(w[0, 0], x @ w), 1) == "Quantized(bits=4)"
 
 
 def test_matrices_of_solves_and_factorizations_are_divisors():

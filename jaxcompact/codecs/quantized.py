@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
-from jaxcompact.kernels.explicit import without
 from jaxcompact.kernels.project.api import project
+from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize import api
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
@@ -223,7 +223,7 @@ class Quantized(Codec):
         """`encode` of ``x P``, in one kernel where that is the fastest."""
         shape = *x.shape[:-1], p_nr.shape[-1]
         if self.axis != -1 or self._grouped(shape) != shape:
-            return self.encode(jnp.matmul(x, p_nr, out_sharding=without(x, -1)))
+            return self.encode(product(x, p_nr))
         codes, scales, lows = project(
             x,
             p_nr,

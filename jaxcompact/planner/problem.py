@@ -168,7 +168,9 @@ def _item(
     if not isinstance(source, int | Residual) or source in replay.keep:
         return None
     again = tensor.kind != "input"
-    if tensor.frozen or tensor.kind in ("mask", "choice", "function"):
+    if tensor.frozen or tensor.discrete:
+        return None
+    if tensor.kind in ("mask", "choice", "function"):
         return None
     if _kept_sum(tensor):
         return Item(source, tensor, (_option(Save(), tensor, card, found),), again)

@@ -21,6 +21,7 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     in_strips,
     shared_strips,
     store,
+    tiles,
 )
 
 _SUMMED = 64  # entries of x that are under way at once
@@ -50,7 +51,7 @@ def project(
     rows, dtype = _WORKERS * ROWS, x_tn.dtype
     blocks = pl.cdiv(tokens, rows), pl.cdiv(count, groups)
     rounds = pl.cdiv(n, _SUMMED)
-    tiles = _tiles(min(_SUMMED, n & -n))  # of both, that divide n
+    both = tiles(dtype, 2 * min(_SUMMED, n & -n))  # which divide n
     # As many as fit in shared memory with codes and levels.
     left = SHARED - rows * groups * (width + 4)
     steps = min(steps, rounds, left // (2 * _SUMMED * (rows + columns)))
@@ -103,13 +104,13 @@ def project(
                 plgpu.BlockSpec(
                     (rows, _SUMMED),
                     lambda k: (i, k),
-                    transforms=tiles,
+                    transforms=both,
                     delay_release=behind,
                 ),
                 plgpu.BlockSpec(
                     (_SUMMED, columns),
                     lambda k: (k, j),
-                    transforms=tiles,
+                    transforms=both,
                     delay_release=behind,
                 ),
             ],
@@ -139,8 +140,3 @@ def project(
     )(x_tn, p_nr)
     found = [a[:count, :tokens].T for a in found]
     return codes, *found, *([None] if symmetric else [])
-
-
-def _tiles(columns: int) -> tuple:
-    """Of that many 16-bit numbers a row, in which no banks collide."""
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)

@@ -10,5 +10,10 @@ Encoded = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def project(x: jax.Array, p_nr: jax.Array, **fields) -> Encoded:
-    """`quantize` of ``x P``, which is rounded to x's dtype first."""
-    return quantize(jnp.matmul(x, p_nr, out_sharding=without(x, -1)), **fields)
+    """`quantize` of the product."""
+    return quantize(product(x, p_nr), **fields)
+
+
+def product(x: jax.Array, p_nr: jax.Array) -> jax.Array:
+    """``x P``, rounded to x's dtype; on several devices it has whole rows."""
+    return jnp.matmul(x, p_nr, out_sharding=without(x, -1))

@@ -240,6 +240,13 @@ def store(smem, column: int, x: jax.Array) -> None:
         smem[(column + i) // width] = x[:, i : i + width]
 
 
+def tiles(dtype: jnp.dtype, width: int = 128) -> tuple:
+    """Of ``width`` bytes, as products want them, in which no banks collide."""
+    width = min(width, 128)
+    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
+    return tiling, *([plgpu.SwizzleTransform(width)] if width > 16 else [])
+
+
 def _step(size: int, dtype: jnp.dtype) -> int:
     """After so many rows of ``size`` entries one starts at a multiple of 16 bytes."""
     return 16 // math.gcd(16, size * jnp.dtype(dtype).itemsize)

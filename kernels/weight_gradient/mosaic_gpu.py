@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcompact.kernels.quantize.mosaic_gpu import ROWS, decoded, layout
+from jaxcompact.kernels.quantize.mosaic_gpu import ROWS, decoded, layout, tiles
 
 _EPILOGUE = 64  # columns of a sum that are written at once
 _WORKERS = 2  # warpgroups that multiply
@@ -77,13 +77,13 @@ def weight_gradient(
                 plgpu.BlockSpec(
                     (ROWS, _WORKERS * width),
                     lambda k: (s * rounds + k, i),
-                    transforms=_tiles(jnp.uint8, width),
+                    transforms=tiles(jnp.uint8, width),
                 ),
                 plgpu.BlockSpec((_WORKERS, ROWS), lambda k: (i, s * rounds + k)),
                 plgpu.BlockSpec(
                     (ROWS, columns),
                     lambda k: (s * rounds + k, j),
-                    transforms=_tiles(dy.dtype),
+                    transforms=tiles(dy.dtype),
                 ),
             ],
             memory_registers=40,
@@ -108,11 +108,4 @@ def weight_gradient(
 
 
 def _shared(shape: tuple[int, ...], dtype: jnp.dtype):
-    return plgpu.SMEM(shape, dtype, transforms=_tiles(dtype))
-
-
-def _tiles(dtype: jnp.dtype, width: int = 128) -> tuple:
-    """Of ``width`` bytes, in which no banks collide."""
-    width = min(width, 128)
-    tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
-    return tiling, *([plgpu.SwizzleTransform(width)] if width > 16 else [])
+    return plgpu.SMEM(shape, dtype, transforms=tiles(dtype))

@@ -364,6 +364,22 @@ def test_attention_keeps_its_bits():
     assert len(codecs["dot_general.2"]) == 2
 
 
+def test_what_was_decided_is_not_decided_again():
+    """Whole numbers and indices made of data are stored as without a plan."""
+
+    def decided(w, x):
+        y = x @ w[0]
+        best = w[2][jnp.argmax(y, axis=-1)]
+        return (y * jax.lax.stop_gradient(jnp.round(y))) @ w[1] + best
+
+    found = asked(decided)
+    assert {item.tensor.name for item in found.items} == {
+        *("x", "dot_general.0", "dot_general.1")
+    }
+    assert found.actions["round.0"] == jc.Save()
+    assert found.actions["argmax.0"] == jc.Narrow(N)
+
+
 def test_a_longer_chain_has_that_many_more_variables(monkeypatch):
     """Not one for each pair of its products: 200 would take minutes."""
 
