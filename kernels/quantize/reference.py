@@ -155,6 +155,10 @@ def quantize(
     else:
         of = levels.asymmetric_levels(*ends(narrow, axis), bits=bits)
     u = None if seed is None else uniform(x, seed, axis)
+    if u is not None:
+        # Always so. XLA else computes in x's own shape up to where u comes in, and
+        # writes that, in float32, if a group goes on in the next row.
+        x = jnp.where(u < 1, x, 0)
     code = levels.code(x, of, u, bits=bits).astype(jnp.uint8)
     packed = bits_reference.pack(code, bits=bits, axis=axis)
     lows = None if of.lows is None else of.lows.squeeze(axis)

@@ -285,6 +285,23 @@ def test_a_card_reads_twice_what_it_encodes(codec):
     assert len(re.findall(rf" fusion\([^)]*%{re.escape(x)}[,)]", entry)) == 2
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("width", [96, 256])  # groups go on in the next row, or not
+def test_a_card_writes_codes_alone(symmetric, stochastic, width):
+    """Of x's size nothing but x itself, which is no wider than bfloat16."""
+
+    def fun(a, b):
+        return codec.encode(jnp.sin(a @ b))
+
+    codec = Quantized(4, 256, symmetric=symmetric, stochastic=stochastic)
+    shapes = (401408, width), (width, width)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    found = memory.peak(fun, *args).buffers
+    made = [b for b in found if b.nbytes >= 401408 * width and b.kind != "inputs"]
+    assert [b.shape for b in made] == [f"bf16[401408,{width}]"]
+
+
 @pytest.mark.parametrize("codec", [Quantized(4), OutlierQuantized()])
 def test_fitted_looks_at_the_sign(codec):
     x = jnp.linspace(-1.0, 1.0, 64)
