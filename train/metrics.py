@@ -4,8 +4,10 @@ import importlib
 import json
 import math
 import resource
+import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,9 @@ from pathlib import Path
 import jax
 
 _BAR = 30  # characters
+# A spike: a loss so many standard deviations above those of so many steps before a new
+# projection, within so many steps from it on. By chance at fewer than 1 of 1000.
+_DEVIATIONS, _BEFORE, _AFTER = 6, 20, 10
 
 
 class NotFinite(Exception):
@@ -28,6 +33,7 @@ class Log:
     memory; after an evaluation the validation loss. Numbers that are not finite are
     left out; the row of a step that was skipped for one says how many in a row were.
     Rows after ``start``, of a run that went on longer than its checkpoint, are dropped.
+    A line tells of a loss that jumps at a new projection.
 
     Args:
         folder: of the run.
@@ -66,6 +72,9 @@ class Log:
         kept = [row for row in read(path) if row["step"] <= start]
         trained = [row for row in kept if "valid_loss" not in row]
         self._skipped = trained[-1].get("skipped", 0) if trained else 0  # in a row
+        self._spikes = _Spikes()
+        for row in trained[-_BEFORE - _AFTER :]:
+            self._spikes.seen(row)
         self._file = self._board = None
         if writes:
             shortened = path.with_suffix(".new")
@@ -139,6 +148,8 @@ class Log:
         else:
             self._skipped = 0
             self._losses.append(row["loss"])
+        if spike := self._spikes.seen({"step": step} | _finite(row)):
+            self.say(f"step {step:6d}  {spike}")
         if step % self.every == 0 or step == self.steps:
             row |= self._line(step)
         self._write(step, _finite(row))
@@ -250,6 +261,39 @@ def _tensorboard(folder: Path, start: int):
     except ImportError:
         return None
     return tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+
+
+class _Spikes:
+    """Compares the losses after a new projection with those before it."""
+
+    def __init__(self):
+        self._losses: deque[float] = deque(maxlen=_BEFORE)
+        self._before: list[float] = []
+        self._projection: float | None = None  # of the last step
+        self._first = 0  # step of that projection
+
+    def seen(self, row: dict[str, float]) -> str | None:
+        """Takes note of a step, and says so if its loss is a spike: once for each P."""
+        projection = row.get("projection")
+        if projection != self._projection:
+            began = self._projection is not None
+            self._before = list(self._losses) if began else []
+            self._projection, self._first = projection, row["step"]
+        loss = row.get("loss")
+        if loss is None:
+            return None
+        self._losses.append(loss)
+        before = self._before
+        if len(before) < _BEFORE or row["step"] >= self._first + _AFTER:
+            return None
+        mean, deviation = statistics.fmean(before), statistics.stdev(before)
+        if loss <= mean + _DEVIATIONS * deviation:
+            return None
+        self._before = []
+        return (
+            f"loss {loss:.4f}: a spike, from {mean:.4f} ± {deviation:.4f} before the "
+            f"new projection of step {self._first}"
+        )
 
 
 class _Bar:

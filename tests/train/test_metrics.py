@@ -103,6 +103,46 @@ def test_skipped_steps_are_counted_up_to_a_limit_also_across_a_resume(tmp_path, 
     assert rows_of(tmp_path)[-1]["loss"] == 1
 
 
+def noisy(step: int) -> float:
+    """Losses of mean 2 and standard deviation 0.1."""
+    return 2 + 0.1 * math.sqrt(2) * math.cos(2 * step)
+
+
+def spikes(folder, losses, start=0, period=30) -> None:
+    folder.mkdir(exist_ok=True)
+    with make_log(folder, start=start, steps=1000, every=1000) as log:
+        for step, loss in losses.items():
+            number = jnp.float32((step - 1) // period)
+            log.train(step, measured(loss) | {"projection": number})
+        log.flush()
+
+
+def test_a_loss_that_jumps_at_a_new_projection_is_told_once(tmp_path, capsys):
+    losses = {step: noisy(step) for step in range(1, 101)}
+    spikes(tmp_path / "none", losses)
+    assert capsys.readouterr().out == ""
+    spikes(tmp_path / "two", losses | {31: 2.5, 33: 3.0, 34: 3.0, 63: 2.7, 75: 4.0})
+    first, second = capsys.readouterr().out.splitlines()
+    before = "a spike, from 1.9924 ± 0.1043 before the new projection of step 31"
+    assert first == f"step     33  loss 3.0000: {before}"
+    assert second.startswith("step     63  loss 2.7000: a spike, from ")
+    assert second.endswith(" before the new projection of step 61")
+
+
+def test_a_jump_after_a_resume_is_told_and_one_of_no_projection_is_not(
+    tmp_path, capsys
+):
+    losses = {step: noisy(step) for step in range(1, 41)}
+    spikes(tmp_path, {step: losses[step] for step in range(1, 33)})
+    spikes(tmp_path, {33: 3.0} | {step: losses[step] for step in range(34, 41)}, 32)
+    assert "step     33  loss 3.0000: a spike" in capsys.readouterr().out
+    with make_log(tmp_path, steps=1000, every=1000) as log:
+        for step, loss in (losses | {31: 9.0}).items():
+            log.train(step, measured(loss))
+        log.flush()
+    assert capsys.readouterr().out == ""
+
+
 def test_a_resumed_run_drops_the_rows_after_its_checkpoint(tmp_path):
     with make_log(tmp_path) as log:
         for step in range(1, 5):

@@ -99,6 +99,29 @@ def example(tmp_path_factory, arguments):
     return out, printed.getvalue()
 
 
+def test_a_spike_at_a_new_projection_is_in_the_log(book, tmp_path, monkeypatch, capsys):
+    """A run whose weights are quadrupled as its second projection begins."""
+    compile_step = pretrain.compile_step
+
+    def disturbed(job):
+        step = compile_step(job)
+
+        def run(state, tokens):
+            if state.step == 40:
+                wrong = jax.tree.map(lambda w: 4 * w, state.params)
+                state = state._replace(params=wrong)
+            return step(state, tokens)
+
+        return run
+
+    monkeypatch.setattr(pretrain, "compile_step", disturbed)
+    given = ["--data", str(book), *SMALL, "--method", "compact", "--period", "40"]
+    given += ["--steps", "45", "--log-every", "45", "--out", str(tmp_path)]
+    assert pretrain.main(given) == 0
+    [spike] = [x for x in capsys.readouterr().out.splitlines() if "a spike" in x]
+    assert spike.endswith("before the new projection of step 41")
+
+
 @pytest.fixture
 def finished(example, tmp_path) -> Path:
     """A copy of the example to change."""
