@@ -1,6 +1,6 @@
 """What a run says of itself: log lines, a progress bar, metrics.jsonl, TensorBoard."""
 
-import importlib
+import importlib.util
 import json
 import math
 import resource
@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 _BAR = 30  # characters
+_SECONDS = 10  # until TensorBoard can see what was measured
 # A spike: a loss so many standard deviations above those of so many steps before a new
 # projection, within so many steps from it on. By chance at fewer than 1 of 1000.
 _DEVIATIONS, _BEFORE, _AFTER = 6, 20, 10
@@ -58,7 +59,7 @@ class Log:
         writes: bool = True,
         perplexity: bool = True,
     ):
-        self.perplexity = perplexity
+        self.perplexity, self._folder = perplexity, folder
         self.steps, self.every, self.tokens = steps, every, tokens
         self.max_skipped = max_skipped
         self.speed: float | None = None  # tokens a second, all lines so far together
@@ -74,7 +75,8 @@ class Log:
         self._skipped = trained[-1].get("skipped", 0) if trained else 0  # in a row
         self._spikes = _Spikes()
         for row in trained[-_BEFORE - _AFTER :]:
-            self._spikes.seen(row)
+            if "projection" in row:
+                self._spikes.seen(row)
         self._file = self._board = None
         if writes:
             shortened = path.with_suffix(".new")
@@ -87,12 +89,16 @@ class Log:
     def __enter__(self) -> "Log":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if self._bar:
             self._bar.clear()
         for written in (self._file, self._board):
-            if written:
-                written.close()
+            try:
+                if written:
+                    written.close()
+            except OSError:  # of a full disk; what ended the run is told already
+                if kind is None:
+                    raise
 
     def train(self, step: int, measured: dict[str, jax.Array]) -> None:
         """Takes note of a step that was dispatched; waits for the one before it.
@@ -193,12 +199,18 @@ class Log:
         return numbers
 
     def _write(self, step: int, row: dict[str, float]) -> None:
-        if self._file:
+        if not self._file:
+            return
+        try:
             self._file.write(json.dumps({"step": step} | row) + "\n")
             self._file.flush()  # a killed run loses no row
-        if self._board:
-            for name, value in row.items():
-                self._board.add_scalar(name, value, step)
+            if self._board:
+                self._board.add(step, row)
+        except OSError as error:
+            raise OSError(
+                f"the metrics of step {step} could not be written to {self._folder}: "
+                f"{error.strerror}"
+            ) from error
 
 
 def read(path: Path) -> list[dict]:
@@ -254,13 +266,43 @@ def written(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
 
 
-def _tensorboard(folder: Path, start: int):
+def _tensorboard(folder: Path, start: int) -> "_Board | None":
     """A writer if tensorboardX is installed, else None."""
-    try:
-        tensorboard = importlib.import_module("tensorboardX")
-    except ImportError:
+    if importlib.util.find_spec("tensorboardX") is None:
         return None
-    return tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+    return _Board(folder / "tensorboard", start)
+
+
+class _Board:
+    """Events for TensorBoard; those after ``start`` take the place of an earlier run's.
+
+    Not by `tensorboardX.SummaryWriter`: its thread ends where the disk is full, and a
+    run would wait for it for ever.
+    """
+
+    def __init__(self, folder: Path, start: int):
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.summary import scalar
+
+        self._event, self._scalar = Event, scalar
+        folder.mkdir(exist_ok=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        begin = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(step=start + 1, session_log=begin))
+        self._flushed = -math.inf
+
+    def add(self, step: int, row: dict[str, float]) -> None:
+        for name, value in row.items():
+            event = self._event(step=step, wall_time=time.time())
+            event.summary.CopyFrom(self._scalar(name, value))
+            self._writer.write_event(event)
+        if time.monotonic() > self._flushed + _SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class _Spikes:

@@ -131,32 +131,40 @@ def test_a_run_killed_twenty_times_repeats_the_undisturbed_one(
     assert resumed(pretrain_process, arguments, tmp_path) == undisturbed
 
 
-# The kernel lets no file grow beyond 64 KiB.
+# The kernel lets no file grow beyond so many bytes.
 FULL_DISK = """
 import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))
 sys.exit(pretrain.main())
 """
 
 
+@pytest.mark.parametrize("what", ["checkpoint", "metrics"])
 def test_a_full_disk_is_said_and_nothing_is_lost(
-    pretrain_process, arguments, undisturbed, tmp_path
+    pretrain_process, arguments, undisturbed, tmp_path, what
 ):
     process = pretrain_process(*arguments, "--out", tmp_path)
     until(process, "save", 2)
     process.terminate()
     process.communicate()
-    checkpoints = tmp_path / "compact/checkpoints"
-    last = max(int(p.name) for p in checkpoints.iterdir())
+    folder = tmp_path / "compact"
+    last = max(int(p.name) for p in (folder / "checkpoints").iterdir())
 
+    room = 2**16
+    if what == "metrics":
+        room = (folder / "metrics.jsonl").stat().st_size + 100
     starved = pretrain_process(
-        *arguments, "--out", tmp_path, "--resume", code=FULL_DISK
+        *arguments, "--out", tmp_path, "--resume", code=FULL_DISK.format(room)
     )
     printed = starved.communicate()[0]
     assert starved.returncode == 1, printed
     told = printed.splitlines()[-1]
-    following = checkpoints / str(last // 4 * 4 + 4)
-    assert f"stopped: checkpoint {following} could not be written" in told
+    reason = {
+        "checkpoint": f"checkpoint {folder / 'checkpoints' / str(last // 4 * 4 + 4)} "
+        "could not be written",
+        "metrics": f"the metrics of step {last + 1} could not be written to {folder}: ",
+    }
+    assert f"stopped: {reason[what]}" in told
     assert f"last good checkpoint is step {last}" in told
     assert resumed(pretrain_process, arguments, tmp_path) == undisturbed
 
