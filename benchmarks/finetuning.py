@@ -37,14 +37,13 @@ VARIANTS = {
     "exact, int4": ["--method", "exact", "--checkpoint", "int4"],
     "CompAct r = 8": ["--method", "compact", "--rank", "8"],
     "CompAct r = 4": ["--method", "compact", "--rank", "4"],
-    "CompAct r = 8, int4": [
-        "--method",
-        "compact",
-        "--rank",
-        "8",
-        "--checkpoint",
-        "int4",
+    "CompAct r = 4, a quarter of the rate": [
+        *("--method", "compact", "--rank", "4", "--lr", "2.5e-4"),
     ],
+    "CompAct r = 8, int4": [
+        *("--method", "compact", "--rank", "8", "--checkpoint", "int4"),
+    ],
+    "GaLore r = 8": ["--method", "galore", "--rank", "8"],
 }
 
 

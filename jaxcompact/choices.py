@@ -39,6 +39,8 @@ def choices(op: Op) -> int | None:
             return shape[params["dimension"]]
         case "top_k":
             return shape[params.get("axis", -1)]
+        case "approx_top_k":
+            return shape[params["reduction_dimension"]]
         case "cummax" | "cummin":
             return shape[params["axis"]]
         case "reduce_max" | "reduce_min":
@@ -72,7 +74,7 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
             low, x, high = values
             choice = jnp.where((low < x) & (x < high), 1, 3)
             choice = jnp.where(low > x, 0, jnp.where(high < x, 2, choice))
-        case "top_k":
+        case "top_k" | "approx_top_k":
             choice = outs[1]
         case "cummax" | "cummin":
             sign, axis = (1 if op.kind == "cummax" else -1), params["axis"]
@@ -119,8 +121,8 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
         case "sort":
             axis = params["dimension"]
             return [jnp.take_along_axis(v, choice, axis) for v in values]
-        case "top_k":
-            axis = params.get("axis", -1)
+        case "top_k" | "approx_top_k":
+            axis = params.get("reduction_dimension", params.get("axis", -1))
             return [jnp.take_along_axis(x, choice, axis), choice]
         case "cummax" | "cummin":
             return [jnp.take_along_axis(x, choice, params["axis"])]

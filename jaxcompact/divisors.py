@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
-from jaxcompact.kinds import LAYOUT, SOLVES, renames
+from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, renames
 
 # A small absolute error in what these read is a large one in what they make: at zero,
 # at one, at infinity.
@@ -16,10 +16,14 @@ _STEEP = _STEEP_AT_ONE | frozenset(
 )
 # What these make can only be zero, or have another sign, if what they read has.
 _THROUGH = frozenset(
-    """abs add clamp convert_element_type div integer_pow max min mul neg reduce_prod
-    select_n square sub""".split()
+    """abs add asin asinh atan clamp complex convert_element_type div erf expm1 imag
+    integer_pow log1p max min mul ne neg real reduce_prod select_n sin sinh sort square
+    sub tan tanh top_k""".split()
 )
+_ONE_AT_ZERO = frozenset("cos cosh exp exp2 logistic".split())  # or another constant
+_POSITIVE = frozenset("abs cosh erfc exp exp2 logistic sqrt square".split())
 _SQUARED = frozenset("convert_element_type div mul reduce_sum select_n".split())
+_SUMS = frozenset("add convert_element_type div max mul reduce_max reduce_sum".split())
 _TERMS = 8  # of the longest sum of squares that might vanish as a whole
 _GUARD = 0.1  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
@@ -58,6 +62,37 @@ def find_divisors(
                 for term in source.reads:
                     follow(term)
     return {value for value, _ in found}
+
+
+def find_norms(graph: Graph, fixed: Collection[int]) -> set[int]:
+    """Where `find_divisors` ends: norms, variances, and what is made of them and read.
+
+    Of a row or channel that is small beside its neighbours nothing may be left once it
+    is rounded; its norm, made again, would be zero. In front of a broadcast.
+    """
+    made_by = {value: op for op in graph.ops for value in op.outs}
+
+    def is_norm(value: int, squared: bool, seen: set[tuple[int, bool]]) -> bool:
+        op = made_by.get(value)
+        if op is None or value in fixed or (value, squared) in seen:
+            return False
+        seen.add((value, squared))
+        squared |= _squares(op)
+        sources = _sources(op, value, squared, graph, made_by)
+        if op.kind in REDUCTIONS and not sources:
+            return True
+        return any(is_norm(v, squared, seen) for v in sources)
+
+    found = set()
+    for op in graph.ops:
+        for value in (_narrow(v, made_by) for v in steeply_read(op)):
+            near = [value]
+            source = made_by.get(value)
+            if op.kind in _STEEP_AT_ONE and source and source.kind in ("add", "sub"):
+                near += source.reads
+            if any(is_norm(v, False, set()) for v in near):
+                found.add(value)
+    return found
 
 
 def steeply_read(op: Op) -> list[int]:
@@ -123,14 +158,73 @@ def _sources(
         (source,) = op.reads
         terms = graph.avals[source].size // max(graph.avals[value].size, 1)
         norm = squared or _is_square(source, made_by)
-        return () if norm and terms > _TERMS else op.reads
-    if op.kind in ("add", "max", "clamp"):
-        constants = [v.val for v in op.ins if isinstance(v, Literal)]
-        if any(abs(x) >= _GUARD for x in constants):
-            return ()
+        if norm and terms > _TERMS:  # only differences may vanish as a whole
+            return _difference(source, graph, made_by)
+        return op.reads
+    constants = [v.val for v in op.ins if isinstance(v, Literal)]
+    if op.kind in ("max", "clamp") and any(x >= _GUARD for x in constants[:1]):
+        return ()
+    if op.kind in ("add", "sub") and constants:
+        if op.kind == "add" and constants[0] >= _GUARD:
+            if all(_is_positive(v, made_by) for v in op.reads):
+                return ()
+        return [*op.reads, *(u for v in op.reads for u in _of_one(v, made_by))]
     if op.kind in LAYOUT or op.kind in _THROUGH or renames(op):
         return op.reads
     return _steep_inputs(op, [op.outs.index(value)])
+
+
+def _difference(value: int, graph: Graph, made_by: Mapping[int, Op]) -> Collection[int]:
+    """Of squares of a difference: its terms, unless one is a mean or the like."""
+    op = made_by.get(value)
+    if op is None:
+        return ()
+    if op.kind == "sub":
+        size = graph.avals[value].size
+        sizes = [graph.avals[_narrow(v, made_by)].size for v in op.reads]
+        return op.reads if sizes == [size, size] else ()
+    through = op.kind in _SQUARED or _squares(op) or op.kind in LAYOUT or renames(op)
+    reads = dict.fromkeys(op.reads if through and op.kind != "reduce_sum" else ())
+    return [u for v in reads for u in _difference(v, graph, made_by)]
+
+
+def _narrow(value: int, made_by: Mapping[int, Op]) -> int:
+    """In front of a broadcast."""
+    op = made_by.get(value)
+    while op and (op.kind in LAYOUT or renames(op)) and len(op.reads) == 1:
+        value = op.reads[0]
+        op = made_by.get(value)
+    return value
+
+
+def _of_one(value: int, made_by: Mapping[int, Op]) -> Collection[int]:
+    """What is zero where the value, an exponential say, is one."""
+    op = made_by.get(value)
+    if op is None:
+        return ()
+    if op.kind in _ONE_AT_ZERO:
+        return op.reads
+    through = op.kind == "neg" or op.kind in LAYOUT or renames(op)
+    return [u for v in op.reads for u in _of_one(v, made_by)] if through else ()
+
+
+def _is_positive(value: int | Literal, made_by: Mapping[int, Op]) -> bool:
+    """Whether its entries are known to be zero or more."""
+    if isinstance(value, Literal):
+        return value.val >= 0
+    op = made_by.get(value)
+    if op is None:
+        return False
+    if op.kind in _POSITIVE or _squares(op):
+        return True
+    if op.kind == "max":
+        return any(_is_positive(v, made_by) for v in op.ins)
+    if op.kind == "custom_jvp_call":  # as relu
+        outs = [(b, o) for b, _ in _bodies(op) for o in b.outputs]
+        inner = [({v: p for p in b.ops for v in p.outs}, o) for b, o in outs]
+        return bool(inner) and all(_is_positive(o, by) for by, o in inner)
+    through = op.kind in _SUMS or op.kind in LAYOUT or renames(op)
+    return through and all(_is_positive(v, made_by) for v in op.ins)
 
 
 def _is_square(value: int, made_by: Mapping[int, Op]) -> bool:

@@ -191,7 +191,8 @@ def renewed[T](tree: T) -> T:
 
 
 def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    # A bool that a function returns has no dtype.
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def on_host(x: Any) -> bool:

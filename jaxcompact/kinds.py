@@ -24,11 +24,14 @@ REDUCTIONS = frozenset(
     """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     scatter-max scatter-min square_sum""".split()
 )
+# Of decoded terms as of exact ones no sum is beside another that it should not exceed.
+SCANS = frozenset("cumlogsumexp cumprod cumsum".split())
+ORDERS = frozenset("approx_top_k cummax cummin sort top_k".split())
 RANDOM = frozenset(
     """random_bits random_clone random_fold_in random_seed random_split random_unwrap
     random_wrap threefry2x32 create_token debug_callback debug_print""".split()
 )
-CHEAP = ELEMENTWISE | LAYOUT | REDUCTIONS | RANDOM
+CHEAP = ELEMENTWISE | LAYOUT | REDUCTIONS | SCANS | RANDOM
 # As cheap as what is inside.
 HOLDERS = frozenset(
     "custom_jvp_call custom_vjp_call cond remat2 checkpoint run_state".split()

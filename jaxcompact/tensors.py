@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jaxcompact.divisors import find_divisors
-from jaxcompact.graph import Graph, Op, inner_jaxprs, is_float
+from jaxcompact.divisors import find_divisors, find_norms
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
 from jaxcompact.kinds import (
     ELEMENTWISE,
     LINEAR_ALGEBRA,
     NONLINEAR,
+    ORDERS,
     REDUCTIONS,
     expensive,
     renames,
@@ -28,7 +29,7 @@ from jaxcompact.parts import find_parts
 from jaxcompact.scores import find_attention, is_product
 from jaxcompact.sums import find_sums
 
-_ROUNDS = "ceil", "floor", "round"
+_ROUNDS = "ceil", "floor", "rem", "round"
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
@@ -119,7 +120,8 @@ class Tensors:
         found: value -> `Tensor`.
         functions: value -> `Function`, for the candidates of that kind.
         fixed: values made of parameters and constants alone. They are never encoded.
-        data: values that depend on a floating point input other than parameters.
+        data: values that depend on what may be encoded: inputs, and what expensive
+            operations make, also of indices, keys and parameters alone.
     """
 
     def __init__(
@@ -138,8 +140,11 @@ class Tensors:
         for op in graph.ops:
             for value in set(op.reads):
                 self.readers[value].append(op)
-            if not self.data.isdisjoint(op.reads):
-                self.data.update(op.outs)
+            encoded = expensive(op) or op.kind == "name"
+            for value in op.outs if self.fixed.isdisjoint(op.outs) else ():
+                floating = encoded and is_float(graph.avals[value])
+                if floating or not self.data.isdisjoint(op.reads):
+                    self.data.add(value)
 
         for value, name in inputs.items():
             self._add(value, name=name, kind="input")
@@ -148,6 +153,7 @@ class Tensors:
         self._add_names()
         self._move_to_sums()
         self._move_to_parts()
+        self._add_norms()
         self._add_functions()
         stored = {
             value
@@ -185,8 +191,13 @@ class Tensors:
                     "discrete": discrete and not floating,
                     "limit": _limit(op, i, self.graph),
                     "terms": self._terms(op),
+                    # Its choice is stored, by which what it read is gathered.
+                    "cheap": floating and op.kind in ORDERS and discrete,
                 }
-            elif op.kind in ELEMENTWISE and self._decides(op, value):
+            elif self._is_of_a_fraction(op):
+                self._add_rounded(op.reads[0])
+                continue
+            elif self._decides(op, value):
                 fields = {"discrete": discrete}
             elif self.statistics and self._is_statistic(op, value):
                 fields = {"cheap": True, "statistic": True}
@@ -195,6 +206,25 @@ class Tensors:
             mask = aval.dtype == bool and not expensive(op)
             kind = "mask" if mask else "op"
             self._add(value, name=name, kind=kind, where=op.where, **fields)
+
+    def _is_of_a_fraction(self, op: Op) -> bool:
+        """Whether what it rounds is read beside the result, as ``x - floor(x)``."""
+        if op.kind not in _ROUNDS or not self.data.issuperset(op.reads):
+            return False
+        return any(
+            reader.kind == "sub"
+            and op.reads[0] in reader.reads
+            and any(o.kind != "stop_gradient" for o in self.readers[reader.outs[0]])
+            for reader in self.readers[op.outs[0]]
+        )
+
+    def _add_rounded(self, value: int) -> None:
+        """A number that is kept as it is: both parts of it are read."""
+        made_by = {v: op for op in self.graph.ops for v in op.outs}
+        if value not in self.found:
+            op = made_by[value]
+            self._add(value, name=op.name, kind="op", where=op.where)
+        self.found[value] = replace(self.found[value], discrete=True)
 
     def _is_statistic(self, op: Op, value: int) -> bool:
         avals = self.graph.avals
@@ -212,6 +242,15 @@ class Tensors:
 
         A sign is a choice of three.
         """
+        if op.kind in ("custom_jvp_call", "custom_vjp_call"):
+            return any(
+                inner.kind in (*_ROUNDS, "sign")
+                or (inner.kind == "convert_element_type" and _of_bool(inner))
+                for body in inner_jaxprs(op)
+                for inner in graph_of(body).ops
+            )
+        if op.kind not in ELEMENTWISE:
+            return False
         aval = self.graph.avals[value]
         if aval.dtype == bool:
             return not all(_is_mask(r, self.graph) for r in self.readers[value])
@@ -279,6 +318,16 @@ class Tensors:
             self.found[part] = replace(
                 tensor, name=name, shape=aval.shape, dtype=aval.dtype
             )
+
+    def _add_norms(self) -> None:
+        """What rows or channels are divided by."""
+        norms = find_norms(self.graph, self.fixed) & self.data
+        for op in self.graph.ops:
+            for value in norms.intersection(op.outs):
+                if value not in self.found:
+                    self._add(value, name=op.name, kind="op", where=op.where)
+                tensor = self.found[value]
+                self.found[value] = replace(tensor, cheap=False, statistic=False)
 
     def _add_functions(self) -> None:
         """Elementwise nonlinear functions of one tensor, as large as can be.
@@ -348,6 +397,10 @@ def _function_name(op: Op) -> str:
         (body, *_) = inner_jaxprs(op)
         return getattr(body, "jaxpr", body).debug_info.func_name
     return op.scope if op.scope and not op.scope.startswith("_") else op.kind
+
+
+def _of_bool(op: Op) -> bool:
+    return op.eqn.invars[0].aval.dtype == bool
 
 
 def _is_mask(op: Op, graph: Graph) -> bool:

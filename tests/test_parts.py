@@ -11,7 +11,7 @@ from tests.test_tensors import W, X, candidates
 
 @jax.custom_vjp
 def summed(x):
-    return jnp.cumsum(x, axis=1)
+    return x @ jnp.tri(x.shape[1]).T
 
 
 summed.defvjp(lambda x: (summed(x), x), lambda x, ct: (ct * x,))

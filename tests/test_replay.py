@@ -170,12 +170,16 @@ def test_what_is_saved_and_what_is_made_again():
 
 
 def test_what_no_gradient_reads_is_not_stored():
+    def summed(y):
+        ones = jnp.ones((1, 1, 3))
+        return jax.lax.conv_general_dilated(y[:, None], ones, (1,), "SAME")[:, 0]
+
     def fun(w, x):
-        return jnp.cumsum(x @ w["up"] + jnp.cumsum(x, axis=0) @ w["up"], axis=0)
+        return summed(x @ w["up"] + summed(x) @ w["up"])
 
     names = slots(fun, jc.Policy(default=jc.Save()), MLP, X)
     # Sums are linear: only what multiplies the weights.
-    assert set(names) == {"cumsum.0"}
+    assert set(names) == {"conv_general_dilated.0"}
 
 
 def test_plain_attention_stores_its_input_and_the_projections():
@@ -260,12 +264,11 @@ def test_attentions_forward_runs_once():
     assert runs(jc.Policy()) == runs(jc.policies.int3()) == 2
 
 
-@pytest.mark.parametrize("kind", ["sort", "top_k", "cumsum", "conv_general_dilated"])
+@pytest.mark.parametrize("kind", ["sort", "top_k", "conv_general_dilated"])
 def test_other_expensive_operations_are_not_run_again(kind):
     op = {
         "sort": lambda y: y[0, jnp.argsort(y[1])],
         "top_k": lambda y: jax.lax.top_k(y, 4)[0],
-        "cumsum": lambda y: jnp.sin(jnp.cumsum(y, axis=0)),
         "conv_general_dilated": lambda y: jnp.sin(jnp.convolve(y[0], y[1])),
     }[kind]
 

@@ -29,6 +29,20 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "a norm is made again of what is rounded",
+        "jaxcompact/tensors.py",
+        "        self._add_norms()\n",
+        "",
+        "tests/test_steep.py::test_a_norm_of_what_is_rounded_away_stays",
+    ),
+    Mutation(
+        "a plan makes a norm again of what it rounds",
+        "jaxcompact/planner/milp.py",
+        "if source in problem.divisors:",
+        "if False:",
+        "tests/test_steep.py::test_a_plan_makes_no_norm_again_of_what_is_rounded",
+    ),
+    Mutation(
         "the sign of a gradient: dx of a compressed layer",
         "jaxcompact/linear.py",
         "dx = _product(dy,",

@@ -97,6 +97,19 @@ def solve(
             if item.source in items and (statistic, 0) in stored:
                 program.row({stored[statistic, 0]: 1.0, **row}, 0, 1)
 
+    # Whether an item is rounded, or made again of what is.
+    tainted = {item.source: program.variable() for item in problem.items}
+    for item in problem.items:
+        source, options = item.source, range(len(item.options))
+        lossy = {stored[source, k]: -1.0 for k in options if item.options[k].lossy}
+        program.row({tainted[source]: 1.0, **lossy}, 0, np.inf)
+        kept = {stored[source, k]: 1.0 for k in options}
+        for parent in problem.parents[source]:
+            row = {tainted[parent]: -1.0, tainted[source]: 1.0, **kept}
+            program.row(row, 0, np.inf)
+            if source in problem.divisors:
+                program.row({tainted[parent]: 1.0, remade[source]: 1.0}, 0, 1)
+
     ran = {op: program.variable() for op in problem.runs}
     for source, again in remade.items():
         # A block that runs again for one residual makes all of them.

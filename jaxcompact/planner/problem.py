@@ -69,6 +69,9 @@ class Problem:
         free: values that are there in any case: parameters and what is made of them.
         exact: statistic -> items that are not to be rounded where it is stored: what it
             is made of. A softmax of other scores than it was normalized for is none.
+        parents: item -> the items that it is made of, without others between.
+        divisors: items that are not to be made again of anything rounded, which could
+            make them zero: others are divided by them.
         actions: what is done with all other tensors, by name.
         stages: of the backward pass.
         noise: of those of these that are encoded, in the bodies of loops.
@@ -80,6 +83,8 @@ class Problem:
     makers: dict[int, Op]
     free: frozenset[int]
     exact: dict[Source, frozenset[Source]]
+    parents: dict[Source, frozenset[Source]]
+    divisors: frozenset[Source]
     actions: dict[str, Action]
     stages: Stages
     noise: float = 0.0
@@ -137,10 +142,17 @@ def problem(
             items.append(item)
     graph = replay.graph
     sources = {item.source for item in items}
-    above: dict[Source, frozenset[Source]] = {}  # the items that a value is made of
+    # The items that a value is made of: all, and those with no others between.
+    above: dict[Source, frozenset[Source]] = {}
+    parents: dict[Source, frozenset[Source]] = {}
     for op in graph.ops:
         made_of = (above.get(v, frozenset()) | ({v} & sources) for v in op.reads)
         above.update(dict.fromkeys(op.outs, frozenset().union(*made_of)))
+        direct = ({v} if v in sources else parents.get(v, ()) for v in op.reads)
+        parents.update(dict.fromkeys(op.outs, frozenset().union(*direct)))
+    for source in sources:
+        if isinstance(source, Residual):
+            parents[source] = parents[source.op.outs[0]]
     makers = {v: op for op in graph.ops for v in op.outs}
     return Problem(
         tuple(items),
@@ -149,6 +161,8 @@ def problem(
         makers,
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
+        {source: parents.get(source, frozenset()) for source in sources},
+        frozenset(item.source for item in items if item.tensor.divisor),
         actions,
         stages,
         inside,

@@ -277,20 +277,25 @@ def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
     assert found.peak_bytes <= 160 * MIB
 
 
-# The block's layers can store 0 (with the host's help), 14, 55.5, 64.25, ..., 231.5,
-# 240.25, 278.75, ... and 416.25 MiB, the more the faster, beside 41 MiB of arguments.
+# The block's layers can store 0 (with the host's help), 14.125, 55.625, 64.375, ...,
+# 231.625, 240.125, 278.625, ... and 416.125 MiB, the more the faster, beside 41 MiB of
+# arguments.
 @pytest.mark.parametrize(
     ("budget", "beside", "stored"),
     [
-        pytest.param(500, [41], [416.25], id="all fits"),
-        pytest.param(970.5, [905, 905], [416.25, 55.5], id="with a margin"),
-        pytest.param(382, [141, 141], [278.75, 240.25], id="much left by a margin"),
-        pytest.param(382, [141, 143, 143], [278.75, 240.25, 231.5], id="just above"),
-        pytest.param(382, [141, 160, 160], [278.75, 240.25, 14], id="not understood"),
-        pytest.param(382, [91, 91], [278.75], id="the first fits"),
-        pytest.param(382, [61, 61], [278.75], id="a faster one would not"),
-        pytest.param(500, [600, 485], [416.25, 14], id="just possible"),
-        pytest.param(500, [600, 490, 490], [416.25, 14, 0], id="with the host"),
+        pytest.param(500, [41], [416.125], id="all fits"),
+        pytest.param(970.5, [905, 905], [416.125, 55.625], id="with a margin"),
+        pytest.param(382, [141, 141], [278.625, 240.125], id="much left by a margin"),
+        pytest.param(
+            382, [141, 143, 143], [278.625, 240.125, 231.625], id="just above"
+        ),
+        pytest.param(
+            382, [141, 160, 160], [278.625, 240.125, 14.125], id="not understood"
+        ),
+        pytest.param(382, [91, 91], [278.625], id="the first fits"),
+        pytest.param(382, [61, 61], [278.625], id="a faster one would not"),
+        pytest.param(500, [600, 485], [416.125, 14.125], id="just possible"),
+        pytest.param(500, [600, 490, 490], [416.125, 14.125, 0], id="with the host"),
     ],
 )
 def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
