@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Iterable
@@ -15,9 +16,38 @@ import hosts
 from checkpoint import Checkpoints
 from training import State
 
+try:
+    import fcntl
+except ImportError:  # no Unix
+    fcntl = None
+
+_held: set[Path] = set()  # locks of this process, to its end
+
 # What runs that are compared have in common; not all of these are in each program's.
 _COMMON = ("task", "model", "data", "data_and_weights", "seed", "steps")
 _COMMON += ("batch_size", "seq_len")
+
+
+def hold(folder: Path) -> None:
+    """Keeps other programs from writing to a run's folder until this one ends.
+
+    Raises ValueError where another does. The lock lies beside the folder, which may be
+    emptied.
+    """
+    path = folder.parent.resolve() / f".{folder.name}.lock"
+    if fcntl is None or path in _held or not hosts.is_first():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ValueError(f"another run is writing to {folder}") from None
+    except OSError:  # a file system without locks
+        os.close(lock)
+        return
+    _held.add(path)
 
 
 def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
@@ -58,6 +88,8 @@ def require_free(config: Any) -> None:
 def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
     """The step to begin at: a checkpoint's that fits and is whole, or 0."""
     folder, output = config.folder, config.output
+    hold(folder)
+    require_free(config)  # another run may have filled it meanwhile
     if output.resume is False:
         return 0
     checkpoints = Checkpoints(folder / "checkpoints")

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import fcntl
 import io
 import json
 import math
@@ -315,6 +316,22 @@ def refused(capsys, arguments: list[str]) -> str:
     return error
 
 
+def test_a_folder_that_another_run_writes_to_is_refused(
+    finished, arguments, capsys
+):
+    """And left as it is, whatever is asked; then this one has it."""
+    before = losses_of(finished / "exact")
+    with (finished / ".exact.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as another process has it
+        for asked in ("--resume", "--overwrite"):
+            error = refused(capsys, [*arguments, "--out", str(finished), asked])
+            assert error.endswith(f"another run is writing to {finished / 'exact'}")
+    assert losses_of(finished / "exact") == before
+    assert pretrain.main([*arguments, "--out", str(finished), "--resume"]) == 0
+    with (finished / ".exact.lock").open("w") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -575,7 +592,8 @@ def test_a_wrong_option_is_said_before_any_training(
 ):
     defaults = ["--data", str(book), *SMALL, "--out", str(tmp_path / "out")]
     assert told in refused(capsys, [*defaults, *arguments])
-    assert not (tmp_path / "out").exists()
+    left = [path.name for path in tmp_path.glob("out/*")]
+    assert left in ([], [".exact.lock"])  # of the first method, which could begin
 
 
 @pytest.mark.slow
