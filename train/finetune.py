@@ -40,7 +40,7 @@ from finetune_options import Config
 from folders import begin_folder, compared, crc, find_start, require_free
 from hosts import Interrupt
 from huggingface import folder_of
-from metrics import Log
+from metrics import Log, NotFinite
 from options import require_steps
 from readers import DataError
 from roberta import Examples
@@ -211,7 +211,7 @@ def warmup_line(peak: float, steps: int, warmup: float) -> optax.Schedule:
 def train(job: Job, data: Data, interrupt: Interrupt) -> int:
     """Trains to the end, or until interrupted. Returns the exit code.
 
-    Raises NotFinite; what is on disk by then was finite.
+    Raises NotFinite, also of predictions; what is on disk by then was finite.
     """
     config, training, start, steps = job.config, job.training, job.start, job.steps
     output = config.output
@@ -250,7 +250,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
             log.train(step, measured)
             if step % every == 0 or step == steps:
                 with log.paused():
-                    scores = evaluate(logits_of, state, job, data)
+                    scores = evaluate(logits_of, state, job, data, step)
                     log.scores(step, scores)
             if step == steps:  # before the checkpoint that says that all is done
                 microbatch = tokens // config.task.accumulate
@@ -289,9 +289,12 @@ def read_batch(config: Config, data: Data, step: int) -> Examples:
 
 
 def evaluate(
-    logits_of: Callable, state: State, job: Job, data: Data
+    logits_of: Callable, state: State, job: Job, data: Data, step: int
 ) -> dict[str, float]:
-    """The scores of the held-out examples: of all, and of each set if several."""
+    """The scores of the held-out examples: of all, and of each set if several.
+
+    Raises NotFinite for predictions that are none.
+    """
     size, task = job.config.batch_size, data.splits.task
     place = NamedSharding(job.mesh, P(sharding.BATCH))
     predicted, target = {}, {}
@@ -304,6 +307,11 @@ def evaluate(
     for name, encoded in data.dev.items():
         parts = [logits(tokens_bt)[:n] for tokens_bt, n in encoded.in_order(size)]
         logits_nc = np.concatenate(parts)
+        if bad := np.count_nonzero(~np.isfinite(logits_nc).all(-1)):
+            raise NotFinite(
+                f"the predictions of step {step} are not finite: of {bad} of the "
+                f"{len(logits_nc)} examples of {name}"
+            )
         if task.multi_label:
             threshold = job.config.task.threshold
             predicted[name] = logits_nc > math.log(threshold / (1 - threshold))

@@ -169,6 +169,20 @@ def test_steps_without_a_finite_gradient_are_counted_to_the_limit(
     assert "max_skipped" not in json.loads((tmp_path / "exact/config.json").read_text())
 
 
+def test_predictions_that_are_not_finite_are_no_scores(
+    arguments, tmp_path, capsys, monkeypatch
+):
+    whole = Roberta.__call__
+    nan = lambda model, tokens: whole(model, tokens) * jnp.nan  # noqa: E731
+    monkeypatch.setattr(Roberta, "__call__", nan)
+    monkeypatch.setattr(Roberta, "loss", lambda model, batch: jnp.float32(0.0))
+    given = [*arguments, "--method", "exact", "--epochs", "0.05"]
+    assert finetune.main([*given, "--out", str(tmp_path)]) == 1
+    told = "predictions of step 1 are not finite: of 90 of the 90 examples of dev; "
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "exact/summary.json").exists()
+
+
 def test_other_weights_are_known_by_their_content(arguments, weights, tmp_path):
     """Methods begin with the same weights, whatever the folder's name is."""
     moved = shutil.copytree(weights, tmp_path / "moved")
@@ -202,7 +216,7 @@ def test_scores_of_two_held_out_sets_and_of_both(weights, tmp_path):
         assert tokens_bt.shape[0] == 16
         return jnp.tile(jnp.array([[0.0, 1.0, 2.0]]), (16, 1))
 
-    assert finetune.evaluate(neutral, state, job, data) == {
+    assert finetune.evaluate(neutral, state, job, data, 1) == {
         "accuracy": pytest.approx((7 + 4) / 33),
         "accuracy dev_matched": pytest.approx(7 / 20),
         "accuracy dev_mismatched": pytest.approx(4 / 13),
@@ -256,7 +270,7 @@ def test_a_text_has_the_classes_above_the_threshold(weights, tmp_path):
         task = dataclasses.replace(config.task, threshold=threshold)
         there = dataclasses.replace(config, task=task)
         job_there = dataclasses.replace(job, config=there)
-        found = finetune.evaluate(lambda *_: odds, state, job_there, data)
+        found = finetune.evaluate(lambda *_: odds, state, job_there, data, 1)
         return found["macro_f1"], found["micro_f1"]
 
     assert scores(config.task.threshold) == (0, 0)  # a half
