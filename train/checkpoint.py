@@ -2,7 +2,8 @@
 
     checkpoints/
       40/state/...       what Orbax writes
-      40/seal.json       names, shapes, dtypes of the state; size and CRC of each file
+      40/seal.json       names, shapes, dtypes of the state; size and CRC of each file;
+                         the step, the run and its plan
       60.unfinished/     being written: becomes 60 by one rename
 
 A folder named by a number is therefore complete, and one that does not match its seal
@@ -60,11 +61,12 @@ class Checkpoints:
             return []
         return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal())
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, **sealed: Any) -> None:
         """Writes a pytree of arrays in the background; they may be donated at once.
 
-        Waits for the checkpoint before, and raises CheckpointError if its writing
-        failed.
+        ``sealed`` is what else the seal says: ``run``, a number that `check` compares,
+        and ``plan``. Waits for the checkpoint before, and raises CheckpointError if its
+        writing failed.
         """
         self.wait()
         unfinished = self.folder / f"{step}{_UNFINISHED}"
@@ -76,7 +78,10 @@ class Checkpoints:
         # then. On a CPU that is a view, and JAX donates no buffer that has one.
         response = ocp.save_async(unfinished / "state", _without_empty(state))
         self._pending = self._writer.submit(
-            self._finish, unfinished, step, leaves, response
+            self._finish,
+            unfinished,
+            sealed | {"step": step, "leaves": leaves},
+            response,
         )
 
     def wait(self) -> None:
@@ -98,62 +103,74 @@ class Checkpoints:
             loaded,
         )
 
-    def check(self, step: int, abstract: Any) -> None:
+    def check(self, step: int, abstract: Any, run: int | None = None) -> None:
         """Raises CheckpointError if it is not there, not whole, or of another tree.
 
-        Reads every file. The error names the newest earlier one that is good.
+        So it does for one of another ``run``, where its seal says of which. Reads every
+        file. The error names the newest earlier one that is good.
         """
-        fault = self._fault(step, abstract)
+        fault = self._fault(step, abstract, run)
         if fault is None:
             return
         message = f"checkpoint {self._path(step)} {fault}"
         for earlier in reversed([s for s in self.steps() if s < step]):
-            if self._fault(earlier, abstract) is None:
+            if self._fault(earlier, abstract, run) is None:
                 raise CheckpointError(
                     f"{message}; the previous good one is step {earlier}, "
                     f"{self._path(earlier)}: continue from it with --resume {earlier}"
                 )
         raise CheckpointError(f"{message}; there is no good one before it")
 
+    def seal(self, step: int) -> dict[str, Any]:
+        """Raises OSError or ValueError if it cannot be read."""
+        return dict(json.loads((self._path(step) / "seal.json").read_text()))
+
     def drop_after(self, step: int) -> None:
         """Removes later checkpoints, and what a killed run left unfinished."""
         for later in self.steps():
             if later > step:
-                shutil.rmtree(self._path(later))
+                _remove(self._path(later))
         for unfinished in self.folder.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(unfinished)
+            _remove(unfinished)
 
     def _path(self, step: int) -> Path:
         return self.folder / str(step)
 
-    def _finish(self, unfinished: Path, step: int, leaves: dict, response) -> None:
+    def _finish(self, unfinished: Path, seal: dict[str, Any], response) -> None:
+        path = self._path(seal["step"])
         try:
             response.result()
             if not hosts.is_first():
                 return
-            seal = {"step": step, "leaves": leaves, "files": _files(unfinished)}
+            seal = seal | {"files": _files(unfinished)}
             (unfinished / "seal.json").write_text(json.dumps(seal, indent=1))
-            unfinished.rename(self._path(step))
+            unfinished.rename(path)
             for old in self.steps()[: -self.keep]:
-                shutil.rmtree(self._path(old))
+                _remove(self._path(old))
         except Exception as error:  # TensorStore raises its own for a full disk
             raise CheckpointError(
-                f"checkpoint {self._path(step)} could not be written: {error}"
+                f"checkpoint {path} could not be written: {error}"
             ) from error
 
-    def _fault(self, step: int, abstract: Any) -> str | None:
+    def _fault(self, step: int, abstract: Any, run: int | None) -> str | None:
         """What is wrong with a checkpoint, None if nothing is."""
         path = self._path(step)
+        if path.is_file():
+            return "is a file and must be a folder: remove it"
         if not path.is_dir():
             there = ", ".join(map(str, self.steps())) or "none"
             return f"does not exist (steps there: {there})"
         try:
-            seal = json.loads((path / "seal.json").read_text())
+            seal = self.seal(step)
             leaves, files = dict(seal["leaves"]), dict(seal["files"])
         except FileNotFoundError:
             return "has no seal.json: it was not written by this program"
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return "is damaged: its seal.json cannot be read"
+        if seal.get("step") != step:
+            return f"is of another step by its seal.json, {seal.get('step')}"
+        if run is not None and seal.get("run", run) != run:  # older ones do not say it
+            return "is of another run by its seal.json"
         here = _describe(abstract)
         for name in here | leaves:
             if leaves.get(name) != here.get(name):
@@ -180,6 +197,11 @@ def _describe(tree: Any) -> dict[str, str]:
         path_name(path): f"{leaf.dtype.name}{list(leaf.shape)}"
         for path, leaf in jax.tree.leaves_with_path(tree)
     }
+
+
+def _remove(path: Path) -> None:
+    """A folder, or the file that is in its place."""
+    path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
 def _files(folder: Path) -> dict[str, list[int]]:

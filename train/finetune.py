@@ -37,7 +37,14 @@ import summary
 from checkpoint import Checkpoints
 from examples import Encoded, encode
 from finetune_options import Config
-from folders import begin_folder, compared, crc, find_start, require_free
+from folders import (
+    begin_folder,
+    compared,
+    crc,
+    find_start,
+    fingerprint,
+    require_free,
+)
 from hosts import Interrupt
 from huggingface import folder_of
 from metrics import Log, NotFinite
@@ -260,7 +267,8 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
             stop = interrupt.received
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
-                    save_finite(checkpoints, step, state)
+                    run = fingerprint(job.fixed)
+                    save_finite(checkpoints, step, state, run=run)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop

@@ -67,7 +67,8 @@ def require_free(config: Any) -> None:
     """Raises ValueError for a folder that can hold no run, or must not be emptied."""
     folder, output = config.folder, config.output
     steps = Checkpoints(folder / "checkpoints").steps()
-    if taken := [f for f in (folder, *folder.parents) if f.exists() and not f.is_dir()]:
+    folders = (folder / "checkpoints", folder, *folder.parents)
+    if taken := [f for f in folders if f.exists() and not f.is_dir()]:
         raise ValueError(f"--out must be a folder, but {taken[0]} is a file")
     if not holds_run(folder):
         return
@@ -99,7 +100,7 @@ def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
         return 0
     require_same(folder, fixed)
     step = steps[-1] if output.resume is True else output.resume
-    checkpoints.check(step, abstract)
+    checkpoints.check(step, abstract, fingerprint(fixed))
     return step
 
 
@@ -107,7 +108,7 @@ def require_same(folder: Path, fixed: dict[str, Any]) -> None:
     """Raises ValueError for what differs from the run in a folder, with both values."""
     try:
         before = _described(folder)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{folder} cannot be resumed: which run it holds is unknown, its "
             f"config.json cannot be read ({error})"
@@ -127,7 +128,7 @@ def compared(folder: Path) -> list[Path]:
     for path in sorted(folder.parent.glob("*/config.json")):
         try:
             other = _described(path.parent)
-        except (OSError, ValueError, TypeError):  # not of a run
+        except (OSError, ValueError, TypeError, RecursionError):  # not of a run
             continue
         if all(other.get(name) == own.get(name) for name in _COMMON):
             found.append(path.parent)
@@ -136,6 +137,11 @@ def compared(folder: Path) -> list[Path]:
 
 def _described(folder: Path) -> dict[str, Any]:
     return dict(json.loads((folder / "config.json").read_text()))
+
+
+def fingerprint(fixed: dict[str, Any]) -> int:
+    """A number by which a checkpoint knows its run, of what config.json says."""
+    return zlib.crc32(json.dumps(fixed, sort_keys=True).encode())
 
 
 def told(error: Exception, folder: Path) -> str:

@@ -42,7 +42,7 @@ from checkpoint import Checkpoints
 from configs import RobertaConfig
 from data import Dataset
 from data import prepare as prepare_data
-from folders import begin_folder, compared, find_start, require_free
+from folders import begin_folder, compared, find_start, fingerprint, require_free
 from hosts import Interrupt
 from metrics import Log
 from planning import Planner
@@ -298,7 +298,8 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             stop = interrupt.agreed()
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
-                    save_finite(checkpoints, step, state)
+                    run = fingerprint(job.fixed)
+                    save_finite(checkpoints, step, state, run=run)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop

@@ -78,8 +78,10 @@ def compile_step(job: Any) -> Callable:
 _all_finite = jax.jit(all_finite)
 
 
-def save_finite(checkpoints: Checkpoints, step: int, state: State) -> None:
+def save_finite(
+    checkpoints: Checkpoints, step: int, state: State, **sealed: Any
+) -> None:
     """Raises NotFinite for a state that must not be gone on from."""
     if not _all_finite(state):
         raise NotFinite(f"the state of step {step} is not finite")
-    checkpoints.save(step, state)
+    checkpoints.save(step, state, **sealed)

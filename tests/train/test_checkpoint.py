@@ -148,6 +148,30 @@ def test_a_checkpoint_of_another_state_is_refused(saved):
         checkpoints.check(8, fewer)
 
 
+def test_a_checkpoint_under_another_number_or_of_another_run_is_refused(tmp_path):
+    state = make_run()
+    with Checkpoints(tmp_path / "checkpoints", keep=9) as checkpoints:
+        for step, sealed in ((4, {"run": 1}), (6, {}), (8, {"run": 2})):
+            checkpoints.save(step, state, **sealed)
+    abstract = abstract_of(state)
+    checkpoints.check(4, abstract, run=1)
+    checkpoints.check(6, abstract, run=1)  # of an older version: its seal says none
+    with pytest.raises(CheckpointError, match="8 is of another run.*--resume 6"):
+        checkpoints.check(8, abstract, run=1)
+    (checkpoints.folder / "4").rename(checkpoints.folder / "12")
+    with pytest.raises(CheckpointError, match=r"12 is of another step by its .*, 4;"):
+        checkpoints.check(12, abstract, run=1)
+
+
+def test_a_file_in_place_of_a_checkpoint(saved):
+    checkpoints, state = saved
+    (checkpoints.folder / "9").write_text("")
+    with pytest.raises(CheckpointError, match="9 is a file and must be .*--resume 8"):
+        checkpoints.check(9, abstract_of(state))
+    checkpoints.drop_after(8)
+    assert checkpoints.steps() == [4, 8]
+
+
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved):
     checkpoints, state = saved
     with pytest.raises(CheckpointError, match=r"does not exist \(steps there: 4, 8\)"):

@@ -316,9 +316,7 @@ def refused(capsys, arguments: list[str]) -> str:
     return error
 
 
-def test_a_folder_that_another_run_writes_to_is_refused(
-    finished, arguments, capsys
-):
+def test_a_folder_that_another_run_writes_to_is_refused(finished, arguments, capsys):
     """And left as it is, whatever is asked; then this one has it."""
     before = losses_of(finished / "exact")
     with (finished / ".exact.lock").open("w") as lock:
@@ -375,6 +373,26 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_repeats_what_followed(
     assert pretrain.main([*only, "--resume", "8"]) == 0
     assert losses_of(folder) == before
     assert len(rows_of(folder)) == 10 + 3
+
+
+def test_a_checkpoint_of_another_run_is_refused(finished, arguments, capsys, tmp_path):
+    """Of the same shapes, and whole."""
+    only = [*arguments, "--method", "compact"]
+    assert pretrain.main([*only, "--seed", "1", "--out", str(tmp_path / "other")]) == 0
+    capsys.readouterr()
+    here, there = (x / "compact/checkpoints/8" for x in (finished, tmp_path / "other"))
+    shutil.rmtree(here)
+    shutil.copytree(there, here)
+    error = refused(capsys, [*only, "--out", str(finished), "--resume", "8"])
+    assert f"{here} is of another run by its seal.json" in error
+
+
+def test_a_file_in_place_of_the_checkpoints_is_said(finished, arguments, capsys):
+    checkpoints = finished / "exact/checkpoints"
+    shutil.rmtree(checkpoints)
+    checkpoints.write_text("")
+    error = refused(capsys, [*arguments, "--out", str(finished), "--resume"])
+    assert f"--out must be a folder, but {checkpoints} is a file" in error
 
 
 def test_checkpoints_of_unknown_origin_are_refused(finished, arguments, capsys):
