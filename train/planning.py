@@ -7,6 +7,7 @@ error has come to be a tenth more than it was planned with is made anew
 """
 
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 import jaxcompact as jc
 from attention import flash
+from checkpoint import CheckpointError
 from layers import default_attention
 from pretrain_options import PlanOptions
 from runs import out_of_memory
@@ -92,7 +94,8 @@ class Planner:
             if not out_of_memory(problem):
                 raise
             return plan, "no memory is left to measure what the plan does"
-        except ValueError as problem:  # which the log will not miss either
+        # Of a gradient that is not finite, which the log will not miss either.
+        except (ValueError, NotImplementedError) as problem:
             return plan, f"what the plan does was not measured: {problem}"
         error = found.error(plan.actions)
         text = f"gradient error of the plan {error:.2%}, planned {plan.error:.2%}"
@@ -100,7 +103,7 @@ class Planner:
             return plan, text
         try:
             other = self.plan(found)
-        except ValueError as problem:
+        except (ValueError, NotImplementedError) as problem:
             return plan, f"{text}; it stays, for want of another: {problem}"
         if other == plan:
             return plan, f"{text}; it stays the best"
@@ -130,15 +133,54 @@ def file_of(folder: Path, updates: int) -> Path:
     return folder / (f"plan.{updates}.json" if updates else "plan.json")
 
 
-def in_force(folder: Path, updates: int) -> jc.Plan:
-    """The plan that a run went on with after so many updates; later ones are deleted.
+def load(path: Path, name: str | Path) -> jc.Plan:
+    """Raises ValueError, with the name, for a file that holds none."""
+    try:
+        return jc.Plan.load(path)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from None
 
-    Raises ValueError for a file that holds none.
+
+def sealed(plan: jc.Plan | None, updates: int) -> list[int] | None:
+    """What checkpoints say of the plan that holds from a number of updates on."""
+    return None if plan is None else [updates, zlib.crc32(plan.to_json().encode())]
+
+
+def in_force(folder: Path, step: int, seal: Any) -> tuple[jc.Plan, int]:
+    """The plan of the checkpoint of a step, and the updates from which on it held.
+
+    ``seal`` is what `sealed` gave, None of an older version's checkpoint. Raises
+    CheckpointError for another plan than that, ValueError for a file that holds none.
     """
+    match seal:
+        case None:
+            number = max(n for n in _files(folder) if n <= step)
+        case [int(number), int()]:
+            pass
+        case _:
+            raise CheckpointError(
+                f"the seal.json of step {step} in {folder} is damaged"
+            )
+    path = file_of(folder, number)
+    plan = load(path, f"{folder} cannot be resumed from step {step}: {path}")
+    if seal and sealed(plan, number) != seal:
+        raise CheckpointError(
+            f"{folder} cannot be resumed from step {step}: {path} is not the plan that "
+            f"it was trained with"
+        )
+    return plan, number
+
+
+def drop_after(folder: Path, updates: int) -> None:
+    """Removes later plans than that which holds from so many updates on."""
+    for number, path in _files(folder).items():
+        if number > updates:
+            path.unlink()
+
+
+def _files(folder: Path) -> dict[int, Path]:
     found = {0: file_of(folder, 0)}
     for path in folder.glob("plan.*.json"):
         if match := re.fullmatch(r"plan\.(\d+)\.json", path.name):
             found[int(match[1])] = path
-    for number in [n for n in found if n > updates]:
-        found.pop(number).unlink()
-    return jc.Plan.load(found[max(found)])
+    return found

@@ -104,6 +104,7 @@ class Job:
     config: Config
     training: Training
     plan: jc.Plan | None  # for the blocks' tensors
+    planned: int  # updates from which on it holds
     planner: Planner
     fixed: dict[str, Any]  # config.json: what a resumed run must have in common
     start: int  # 0, or the step of the checkpoint to continue from
@@ -180,6 +181,7 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
         "plan": None if plan is None else json.loads(plan.to_json())["actions"],
         "memory_budget": config.plan.memory_budget,
         "max_error": config.plan.max_error if config.plan.memory_budget else None,
+        "plan_device": planner.device if config.plan.memory_budget else None,
         "dtype": dtype,
         "weights": begin.name if begin else None,
         "tokenizer": dataset.tokenizer.name,
@@ -187,19 +189,24 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
     }
     explain = config.plan.explain_plan
     start = 0 if explain else find_start(config, fixed, abstract)
+    planned = 0
     if start and config.plan.memory_budget:
-        plan = planning.in_force(config.folder, start)
+        seal = Checkpoints(config.folder / "checkpoints").seal(start)
+        plan, planned = planning.in_force(config.folder, start, seal.get("plan"))
     training = make_training(policy=plan)
-    if config.plan.plan:
+    if plan is not None:
         try:
             with jax.set_mesh(mesh):
                 jax.eval_shape(training.step, abstract, tokens_abt)
         except ValueError as error:
-            raise ValueError(f"--plan {config.plan.plan}: {error}") from None
+            file = planning.file_of(config.folder, planned)
+            name = f"--plan {config.plan.plan}" if config.plan.plan else file
+            raise ValueError(f"{name}: {error}") from None
     return Job(
         config,
         training,
         plan,
+        planned,
         planner,
         fixed,
         start,
@@ -216,17 +223,11 @@ def first_plan(
     """The plan that was given, that of the run to continue, or a new one, or none."""
     asked, saved = config.plan, planning.file_of(config.folder, 0)
     if asked.plan:
-        try:
-            return jc.Plan.load(asked.plan)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--plan {asked.plan}: {error}") from None
+        return planning.load(asked.plan, f"--plan {asked.plan}")
     if not asked.memory_budget:
         return None
     if config.output.resume is not False and saved.exists():
-        try:
-            return jc.Plan.load(saved)
-        except ValueError as error:
-            raise ValueError(f"{saved}: {error}") from None
+        return planning.load(saved, saved)
     steps = Checkpoints(config.folder / "checkpoints").steps()
     if config.output.resume is not False and steps:
         raise ValueError(f"{config.folder} cannot be resumed: its {saved.name} is gone")
@@ -266,6 +267,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             if job.plan is not None:
                 job.plan.save(planning.file_of(config.folder, 0))
         checkpoints.drop_after(start)
+        planning.drop_after(config.folder, job.planned)
     hosts.wait_for_all(f"{config.folder} is ready")
     loss_of = jax.jit(training.loss)
     log = Log(
@@ -299,7 +301,8 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
                     run = fingerprint(job.fixed)
-                    save_finite(checkpoints, step, state, run=run)
+                    plan = planning.sealed(job.plan, job.planned)
+                    save_finite(checkpoints, step, state, run=run, plan=plan)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop
@@ -326,7 +329,7 @@ def replanned(
     if plan is not job.plan:
         plan.save(planning.file_of(job.config.folder, updates))
         training = job.planner.make_training(policy=plan)
-        job = replace(job, plan=plan, training=training)
+        job = replace(job, plan=plan, planned=updates, training=training)
     return job, said
 
 

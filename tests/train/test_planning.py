@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import functools
 import gc
+import shutil
 import weakref
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -173,11 +175,56 @@ def test_no_memory_to_measure():
     assert plan == "plan" and "no memory" in said
 
 
-def test_the_plan_in_force(tmp_path):
+def write_plans(folder) -> dict[int, list[int]]:
+    """Of several numbers of updates, and what seals say of each."""
     plans = {}
     for updates in (0, 16, 64, 128):
-        plans[updates] = jc.Plan("b", {"x": jc.Save()}, "h200", updates + 1, 0, 0, 0, 0)
-        plans[updates].save(planning.file_of(tmp_path, updates))
-    for updates, budget in ((100, 65), (64, 65), (20, 17), (15, 1)):
-        assert planning.in_force(tmp_path, updates).budget == budget
-    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]  # later ones are gone
+        plan = jc.Plan("b", {"x": jc.Save()}, "h200", updates + 1, 0, 0, 0, 0)
+        plan.save(planning.file_of(folder, updates))
+        plans[updates] = planning.sealed(plan, updates)
+    return plans
+
+
+def test_the_plan_in_force(tmp_path):
+    seals = write_plans(tmp_path)
+    for step, updates in ((100, 64), (64, 16), (20, 16), (15, 0)):
+        plan, number = planning.in_force(tmp_path, step, seals[updates])
+        assert (plan.budget, number) == (updates + 1, updates)
+    for step, updates in ((100, 64), (64, 64), (15, 0)):  # of an older version
+        assert planning.in_force(tmp_path, step, None)[1] == updates
+    assert len(list(tmp_path.iterdir())) == 4  # to look changes nothing
+    planning.drop_after(tmp_path, 16)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.16.json", "plan.json"]
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "[" * 100_000, b"\xff", "other"])
+def test_a_plan_that_is_gone_or_another_is_refused(tmp_path, content):
+    seals = write_plans(tmp_path)
+    path = planning.file_of(tmp_path, 16)
+    if content is None:
+        path.unlink()
+    elif content == "other":
+        shutil.copy(planning.file_of(tmp_path, 64), path)
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError) as error:
+        planning.in_force(tmp_path, 20, seals[16])
+    assert f"{tmp_path} cannot be resumed from step 20: {path}" in str(error.value)
+    with pytest.raises(ValueError, match="the seal.json of step 20 in .* is damaged"):
+        planning.in_force(tmp_path, 20, {"16": 3})
+
+
+def test_a_card_that_is_not_planned_for(tmp_path):
+    """What a plan cannot be made for, or not be measured, leaves the one there is."""
+    made = planner()
+
+    def refuse(*_):
+        raise NotImplementedError("not on this card")
+
+    made.measure = refuse
+    assert made.again("plan", None, TOKENS)[0] == "plan"
+    plan = jc.Plan("b", {}, "h200", 1, 0, 0, 0.01, 0)
+    made.measure = lambda *_: SimpleNamespace(error=lambda actions: 1.0)
+    made.plan = refuse
+    kept, said = made.again(plan, None, TOKENS)
+    assert kept is plan and said.endswith("for want of another: not on this card")

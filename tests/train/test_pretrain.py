@@ -699,6 +699,16 @@ def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch
         changed = [*arguments, "--out", str(out), "--resume", "--memory-budget", other]
         assert pretrain.main(changed) == 2
         assert f"memory_budget was '1GiB' and is '{other}'" in capsys.readouterr().err
+    card = [*arguments, "--out", str(out), "--resume", "--plan-device", "h100"]
+    assert pretrain.main(card) == 2
+    assert "plan_device was 'h200' and is 'h100' now" in capsys.readouterr().err
+    plan = (folder / "plan.2.json").read_text()
+    (folder / "plan.2.json").write_text(plan[:-9])
+    assert pretrain.main([*arguments, "--out", str(out), "--resume", "3"]) == 2
+    told = f"{folder} cannot be resumed from step 3: {folder / 'plan.2.json'}: plan: "
+    assert told in capsys.readouterr().err
+    assert len(list(folder.glob("checkpoints/*"))) == 6  # nothing is dropped
+    (folder / "plan.2.json").write_text(plan)
     for resumed in (3, 2, 1):
         again = [*arguments, "--out", str(out), "--resume", str(resumed)]
         assert pretrain.main(again) == 0
