@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 import hosts
+import metrics
 from checkpoint import Checkpoints
 from training import State
 
@@ -87,7 +88,10 @@ def require_free(config: Any) -> None:
 
 
 def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
-    """The step to begin at: a checkpoint's that fits and is whole, or 0."""
+    """The step to begin at: a checkpoint's that fits and is whole, or 0.
+
+    Raises ValueError for a run that cannot go on from there, and changes nothing.
+    """
     folder, output = config.folder, config.output
     hold(folder)
     require_free(config)  # another run may have filled it meanwhile
@@ -101,6 +105,7 @@ def find_start(config: Any, fixed: dict[str, Any], abstract: State) -> int:
     require_same(folder, fixed)
     step = steps[-1] if output.resume is True else output.resume
     checkpoints.check(step, abstract, fingerprint(fixed))
+    metrics.require_rows(folder / "metrics.jsonl", step)
     return step
 
 

@@ -1,6 +1,7 @@
 """What a run says of itself: log lines, a progress bar, metrics.jsonl, TensorBoard."""
 
 import importlib.util
+import itertools
 import json
 import math
 import resource
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+
+from readers import DataError
 
 _BAR = 30  # characters
 _SECONDS = 10  # until TensorBoard can see what was measured
@@ -68,10 +71,11 @@ class Log:
         self._losses: list[float] = []  # since the last line
         self._steps = 0  # since the last line
         self._since = time.perf_counter()
-        self._bar = _Bar(steps) if sys.stdout.isatty() else None
+        terminal = sys.stdout and sys.stdout.isatty()  # None where it is closed
+        self._bar = _Bar(steps) if terminal else None
         path = folder / "metrics.jsonl"
         kept = [row for row in read(path) if row["step"] <= start]
-        trained = [row for row in kept if "valid_loss" not in row]
+        trained = [row for row in kept if _of_training(row)]
         self._skipped = trained[-1].get("skipped", 0) if trained else 0  # in a row
         self._spikes = _Spikes()
         for row in trained[-_BEFORE - _AFTER :]:
@@ -214,14 +218,56 @@ class Log:
 
 
 def read(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; of a killed run's the last may be cut short."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            rows.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            break
-    return rows
+    """The rows of a metrics.jsonl, up to the first line that is none."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError:
+        return []
+    return list(itertools.takewhile(bool, map(_row, lines)))
+
+
+def require_rows(path: Path, start: int) -> None:
+    """Raises DataError for a file without a row of each step up to ``start``.
+
+    So it does for a line that is none; the last one of a killed run may be cut short.
+    """
+    try:
+        *lines, last = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read, and has the steps before step {start}: "
+            f"{error.strerror}"
+        ) from error
+    done = 0
+    for number, line in enumerate([*lines, last] if _row(last) else lines, 1):
+        row = _row(line)
+        if row is None:
+            raise DataError(f"{path}:{number}: not a row of a run's metrics")
+        if not _of_training(row) or row["step"] > start:
+            continue
+        done += 1
+        if row["step"] != done:
+            raise DataError(
+                f"{path}:{number}: a row of step {row['step']}, and that of step "
+                f"{done} is not before it"
+            )
+    if done < start:
+        raise DataError(f"{path} ends at step {done}, before step {start}")
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row if {type(x) for x in row.values()} <= {int, float} else None
+
+
+def _of_training(row: dict[str, float]) -> bool:
+    """Not of an evaluation."""
+    return "loss" in row or "skipped" in row
 
 
 def memory_in_use() -> int:

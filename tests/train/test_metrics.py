@@ -8,6 +8,7 @@ import pytest
 import curves
 import metrics
 from metrics import Log, NotFinite
+from readers import DataError
 
 
 def measured(loss: float, norm: float = 1.0):
@@ -154,6 +155,67 @@ def test_a_resumed_run_drops_the_rows_after_its_checkpoint(tmp_path):
         log.train(3, measured(30.0))
         log.flush()
     assert [row["loss"] for row in rows_of(tmp_path)] == [1, 2, 30]
+
+
+ROWS = [f'{{"step": {n}, "loss": 2.0}}\n' for n in range(1, 6)]
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (None, "cannot be read, and has the steps before step 3: No such file"),
+        ("", "metrics.jsonl ends at step 0, before step 3"),
+        ("".join(ROWS[:2]) + ROWS[2][:9], "metrics.jsonl ends at step 2, before step"),
+        (ROWS[0] + "{\n" + "".join(ROWS[1:]), "metrics.jsonl:2: not a row of"),
+        (ROWS[0] + "\n" + "".join(ROWS[1:]), "metrics.jsonl:2: not a row of"),
+        ("".join(ROWS[:4]) + "\0\n", "metrics.jsonl:5: not a row of"),
+        (ROWS[0] + "".join(ROWS[2:]), "2: a row of step 3, and that of step 2 is not"),
+        (ROWS[0] + '{"step": "2"}\n', "metrics.jsonl:2: not a row of"),
+        ('{"step": 1, "loss": null}\n', "metrics.jsonl:1: not a row of"),
+        ("[" * 100_000 + "\n", "metrics.jsonl:1: not a row of"),
+        (b"\xff\xfe\n", "metrics.jsonl:1: not a row of"),
+    ],
+)
+def test_rows_that_are_gone_or_none_are_told(tmp_path, content, told):
+    """And are no rows to a curve."""
+    path = tmp_path / "metrics.jsonl"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert all(row["loss"] == 2.0 for row in metrics.read(path))
+    with pytest.raises(DataError, match=told):
+        metrics.require_rows(path, 3)
+
+
+@pytest.mark.parametrize("last", ["", ROWS[4], ROWS[4][:-1], ROWS[4][:-2], "\xff"])
+def test_a_last_row_may_be_unfinished(tmp_path, last):
+    path = tmp_path / "metrics.jsonl"
+    scored = '{"step": 2, "accuracy": 0.5}\n'
+    rows = [*ROWS[:2], scored, '{"step": 3, "skipped": 1}\n', ROWS[3], last]
+    path.write_text("".join(rows))
+    metrics.require_rows(path, 4)
+    metrics.require_rows(path, 0)
+
+
+def test_skipped_steps_are_counted_across_scores(tmp_path):
+    """Of a step that was skipped, and evaluated, and resumed from."""
+    with make_log(tmp_path, max_skipped=1) as log:
+        log.train(1, measured(math.nan))
+        log.flush()
+        log.scores(1, {"accuracy": 0.5})
+    with (
+        make_log(tmp_path, start=1, max_skipped=1) as log,
+        pytest.raises(NotFinite, match="after 1 skipped"),
+    ):
+        log.train(2, measured(math.nan))
+        log.flush()
+
+
+def test_a_closed_output_has_no_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    with make_log(tmp_path) as log:
+        log.train(1, measured(3.0))
+        log.flush()
+    assert len(rows_of(tmp_path)) == 1
 
 
 def test_a_pause_does_not_count_as_training(tmp_path):

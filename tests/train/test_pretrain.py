@@ -387,6 +387,16 @@ def test_a_checkpoint_of_another_run_is_refused(finished, arguments, capsys, tmp
     assert f"{here} is of another run by its seal.json" in error
 
 
+def test_damaged_metrics_are_said_and_left_as_they_are(finished, arguments, capsys):
+    path = finished / "compact/metrics.jsonl"
+    damaged = path.read_text().replace("{", "<", 1)
+    path.write_text(damaged)
+    only = [*arguments, "--method", "compact", "--out", str(finished), "--resume", "8"]
+    assert f"{path}:1: not a row of a run's metrics" in refused(capsys, only)
+    assert path.read_text() == damaged
+    assert (finished / "compact/checkpoints/10").exists()
+
+
 def test_a_file_in_place_of_the_checkpoints_is_said(finished, arguments, capsys):
     checkpoints = finished / "exact/checkpoints"
     shutil.rmtree(checkpoints)
