@@ -12,7 +12,6 @@ was damaged later or comes from elsewhere. Orbax alone would load flipped bits.
 
 import json
 import shutil
-import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from orbax.checkpoint import v1 as ocp
 import hosts
 from jaxcompact.paths import path_name
 from metrics import NotFinite
+from readers import crc_of
 
 _UNFINISHED = ".unfinished"
 
@@ -207,15 +207,7 @@ def _remove(path: Path) -> None:
 def _files(folder: Path) -> dict[str, list[int]]:
     """Size and CRC-32 of each file below, the seal left out, by relative path."""
     return {
-        path.relative_to(folder).as_posix(): [path.stat().st_size, _crc(path)]
+        path.relative_to(folder).as_posix(): [path.stat().st_size, crc_of(path)]
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != "seal.json"
     }
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            crc = zlib.crc32(block, crc)
-    return crc

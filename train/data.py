@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import uuid
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from corpus import HELD_OUT, Corpus, Split, Tally, open_corpus
-from readers import DataError
+from readers import DataError, crc_of
 from tokenizer import Tokenizer, fingerprint, load_saved, load_tokenizer, pieces
 
-_FORMAT = 2  # of the cache: raise it when the same source would give other tokens
+_FORMAT = 3  # of the cache: raise it when the same source would give other tokens
 _GROUP = 2_000_000  # characters encoded in one call
 _FEISTEL_ROUNDS = 6
 
@@ -58,7 +57,7 @@ class Dataset:
     valid: np.memmap
     tokenizer: Tokenizer
     report: Report
-    checksum: str  # of the tokens of both
+    checksum: str  # of the tokens of both, each by itself
 
     @property
     def vocab_size(self) -> int:
@@ -206,16 +205,14 @@ def _write(corpus: Corpus, spec: str, folder: Path, max_tokens: int | None) -> N
     tokenizer = load_tokenizer(spec, corpus.documents("train", Tally()))
     tokenizer.save(folder)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    tally, tokens, checksum = Tally(), {}, 0
+    tally, tokens = Tally(), {}
     limits = {"train": max_tokens, "valid": max_tokens and max_tokens // HELD_OUT}
     for split, limit in limits.items():
         documents = corpus.documents(split, tally)
         with (folder / f"{split}.bin").open("wb") as file:
             tokens[split] = 0
             for ids in _encoded(documents, tokenizer):
-                data = ids.astype(dtype).tobytes()
-                file.write(data)
-                checksum = zlib.crc32(data, checksum)
+                file.write(ids.astype(dtype).tobytes())
                 tokens[split] += len(ids)
                 if limit is not None and tokens[split] >= limit:
                     break
@@ -229,7 +226,7 @@ def _write(corpus: Corpus, spec: str, folder: Path, max_tokens: int | None) -> N
         valid_tokens=tokens["valid"],
     )
     meta = {"source": corpus.name, "dtype": dtype, "report": asdict(report)}
-    meta["checksum"] = f"{checksum:08x}"
+    meta["checksum"] = _checksum(folder)
     (folder / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
 
 
@@ -278,23 +275,32 @@ def _nothing(name: str, tally: Tally, split: Split) -> str:
     return f"{name}: no document: it is empty"
 
 
+def _checksum(folder: Path) -> str:
+    sums = (crc_of(folder / f"{split}.bin") for split in ("train", "valid"))
+    return "-".join(f"{crc:08x}" for crc in sums)
+
+
 def _load(folder: Path) -> Dataset:
-    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    report = Report(**meta["report"])
-    return Dataset(
-        train=_tokens(folder / "train.bin", meta["dtype"], report.train_tokens),
-        valid=_tokens(folder / "valid.bin", meta["dtype"], report.valid_tokens),
-        tokenizer=load_saved(folder),
-        report=report,
-        checksum=meta["checksum"],
-    )
+    path, again = folder / "meta.json", f"remove {folder}, and it is made again"
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+        report, checksum = Report(**meta["report"]), meta["checksum"]
+        dtype = np.dtype(meta["dtype"]).name
+        counts = int(report.train_tokens), int(report.valid_tokens)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{path} cannot be read ({error}): {again}") from error
+    train = _tokens(folder / "train.bin", dtype, counts[0])
+    valid = _tokens(folder / "valid.bin", dtype, counts[1])
+    if _checksum(folder) != checksum:
+        raise DataError(f"{folder}: tokens have changed since it was made: {again}")
+    return Dataset(train, valid, load_saved(folder), report, checksum)
 
 
 def _tokens(path: Path, dtype: str, count: int) -> np.memmap:
-    found = path.stat().st_size // np.dtype(dtype).itemsize
-    if found != count:
+    found, size = path.stat().st_size, count * np.dtype(dtype).itemsize
+    if found != size:
         raise DataError(
-            f"{path} holds {found} tokens and must hold {count}: remove {path.parent}, "
+            f"{path} holds {found} bytes and must hold {size}: remove {path.parent}, "
             f"and it is made again"
         )
     return np.memmap(path, dtype, mode="r")

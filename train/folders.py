@@ -26,7 +26,8 @@ _held: set[Path] = set()  # locks of this process, to its end
 
 # What runs that are compared have in common; not all of these are in each program's.
 _COMMON = ("task", "model", "data", "data_and_weights", "seed", "steps")
-_COMMON += ("batch_size", "seq_len")
+_COMMON += ("batch_size", "seq_len", "accumulate", "eval_batches", "threshold")
+_COMMON += ("weights", "dropout", "dtype", "param_dtype")
 
 
 def hold(folder: Path) -> None:
@@ -162,6 +163,10 @@ def told(error: Exception, folder: Path) -> str:
 
 
 def crc(arrays: Iterable[np.ndarray]) -> int:
-    """A checksum of all their bytes."""
-    add = lambda crc, x: zlib.crc32(np.ascontiguousarray(x).view(np.uint8), crc)  # noqa: E731
+    """A checksum of all their shapes, dtypes and bytes."""
+
+    def add(crc: int, x: np.ndarray) -> int:
+        kind = f"{x.dtype.name}{x.shape}".encode()
+        return zlib.crc32(np.ascontiguousarray(x).view(np.uint8), zlib.crc32(kind, crc))
+
     return functools.reduce(add, arrays, 0)

@@ -233,7 +233,9 @@ class Config:
         # Data and weights are known by what is in them: see pretrain.prepare.
         others = ("data", "weights", "tokenizer", "max_skipped")
         kept = {k: v for k, v in together.items() if k not in others}
-        return kept | {"model": self.model.name}
+        # Losses are of the same held-out text to the end.
+        own = {"model": self.model.name, "eval_batches": self.output.eval_batches}
+        return kept | own
 
 
 def parse(argv: Sequence[str] | None = None) -> list[Config]:

@@ -9,6 +9,7 @@ import importlib
 import io
 import json
 import lzma
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -63,6 +64,14 @@ def _read(path: Path) -> Iterator[str | None]:
             yield from map(_parse_line, file)
         else:
             yield _decode(file.read())
+
+
+def crc_of(path: Path, crc: int = 0) -> int:
+    """CRC-32 of a file, which goes on from that of what comes before."""
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def open_data(path: Path) -> BinaryIO:

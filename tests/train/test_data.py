@@ -236,6 +236,48 @@ def test_the_cache_is_used_again(tmp_path, monkeypatch):
     assert len(list(cache.iterdir())) == 3
 
 
+def test_where_valid_begins_is_part_of_the_checksum(tmp_path):
+    """The same tokens, one of them in the other split."""
+    sums = []
+    for cut in (40, 41):
+        folder = tmp_path / str(cut)
+        folder.mkdir()
+        lines = [f"document {i}" for i in range(60)]
+        for name, part in (("train", lines[:cut]), ("valid", lines[cut:])):
+            texts = [json.dumps({"text": text}) for text in part]
+            (folder / f"{name}.jsonl").write_text("\n".join(texts))
+        sums.append(prepare(folder, "bytes", tmp_path / "cache").checksum)
+    assert sums[0] != sums[1]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("train.bin", lambda x: x[:7] + b"\1" + x[8:], "tokens have changed since it"),
+        (
+            "valid.bin",
+            lambda x: x[:-1] + b"\2",
+            "tokens have changed since it was made",
+        ),
+        ("train.bin", lambda x: x + b"\0", "train.bin holds .* and must hold"),
+        ("meta.json", lambda x: x.replace(b'_tokens": ', b'_tokens": "x'), "meta.json"),
+        ("meta.json", lambda x: x[:-9], "meta.json cannot be read"),
+        ("meta.json", lambda x: b"\xff", "meta.json cannot be read"),
+        ("meta.json", lambda x: b"[]", "meta.json cannot be read"),
+        ("meta.json", lambda x: x.replace(b"dtype", b"type"), "meta.json cannot be"),
+        ("meta.json", lambda x: x.replace(b"uint16", b"uint61"), "meta.json cannot be"),
+    ],
+)
+def test_a_damaged_cache_is_refused_and_named(tmp_path, file, change, told):
+    source, cache = write_source(tmp_path / "a.jsonl"), tmp_path / "cache"
+    prepare(source, "bytes", cache)
+    [folder] = cache.iterdir()
+    (folder / file).write_bytes(change((folder / file).read_bytes()))
+    with pytest.raises(DataError, match=told) as error:
+        prepare(source, "bytes", cache)
+    assert str(error.value).endswith(f"remove {folder}, and it is made again")
+
+
 @pytest.mark.parametrize("how", [KeyboardInterrupt, RuntimeError])
 def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, how):
     source, cache = write_source(tmp_path / "a.jsonl"), tmp_path / "cache"

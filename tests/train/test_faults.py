@@ -186,7 +186,7 @@ def test_tokens_that_shrink_stop_the_run_and_nothing_is_lost(
     process = pretrain_process(*arguments, "--out", out, "--resume", cache=tmp_path)
     printed = process.communicate()[0]
     assert process.returncode == 2, printed
-    assert f"{tokens} holds {len(whole) // 4} tokens and must hold" in printed
+    assert f"{tokens} holds {len(whole) // 2} bytes and must hold" in printed
     shutil.rmtree(tokens.parent)
     assert resumed(pretrain_process, arguments, out, cache=tmp_path) == undisturbed
 

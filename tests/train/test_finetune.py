@@ -195,6 +195,13 @@ def test_other_weights_are_known_by_their_content(arguments, weights, tmp_path):
     assert here.fixed != prepared([*single, "--weights", str(moved)]).fixed
 
 
+def test_arrays_of_other_shapes_have_another_checksum():
+    x = np.arange(6, dtype=np.int32)
+    arrays = [[x], [x.reshape(2, 3)], [x[:2], x[2:]], [x.astype(np.float32)]]
+    assert len({folders.crc(a) for a in arrays}) == 4
+    assert folders.crc([np.float32(3)]) != folders.crc([np.zeros((0, 3))])
+
+
 def test_scores_of_two_held_out_sets_and_of_both(weights, tmp_path):
     head = "\t".join(["index", "sentence1", "sentence2", "gold_label"])
     files = {"train": 32, "dev_matched": 20, "dev_mismatched": 13}

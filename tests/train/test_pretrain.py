@@ -338,6 +338,7 @@ def test_a_folder_that_another_run_writes_to_is_refused(finished, arguments, cap
         (["--kind", "sparse"], "kind was 'countsketch' and is 'sparse' now"),
         (["--period", "4"], "period was 3 and is 4 now"),
         (["--seq-len", "8"], "seq_len was 16 and is 8 now"),
+        (["--eval-batches", "3"], "eval_batches was 2 and is 3 now"),
         (["--steps", "20"], "steps was 10 and is 20 now"),
         (["--dtype", "bfloat16"], "dtype was 'float32' and is 'bfloat16' now"),
         (["--model", "60m"], "model was 'tiny' and is '60m' now"),
@@ -448,6 +449,15 @@ def test_what_is_read_is_not_overwritten(finished, arguments, capsys):
     error = refused(capsys, again)
     assert f"--data must not be in {finished / 'exact'}, which is emptied" in error
     assert data.exists()
+
+
+def test_runs_that_are_judged_by_other_text_are_not_compared(
+    finished, arguments, capsys
+):
+    only = [*arguments, "--eval-batches", "3", "--method", "compact", "--steps", "10"]
+    assert pretrain.main([*only, "--out", str(finished), "--overwrite"]) == 0
+    table = capsys.readouterr().out.partition("validation loss  ")[2]
+    assert "\ncompact" in table and "\nexact" not in table
 
 
 def test_runs_of_other_data_are_not_compared(finished, arguments, capsys, tmp_path):
