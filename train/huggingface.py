@@ -52,7 +52,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. Raises ValueError, naming the file, if it has none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must be an object of JSON, got {value!r}")
@@ -118,9 +118,21 @@ def open_tensors(directory: Path) -> dict[str, Callable[[], np.ndarray]]:
             file = safetensors.safe_open(directory / shard, "np")
         except safetensors.SafetensorError as error:
             raise ValueError(f"{directory / shard} is damaged: {error}") from error
-        tensors |= {name: partial(file.get_tensor, name) for name in file.keys()}
+        tensors |= {
+            name: partial(_read_tensor, directory, file, name) for name in file.keys()
+        }
     # Older folders hold RoPE's frequencies, which the config says anyway.
     return {n: t for n, t in tensors.items() if not n.endswith("rotary_emb.inv_freq")}
+
+
+def _read_tensor(directory: Path, file: Any, name: str) -> np.ndarray:
+    try:
+        return file.get_tensor(name)
+    except (AttributeError, KeyError, TypeError) as error:  # safetensors' own, none
+        dtype = file.get_slice(name).get_dtype()
+        raise ValueError(
+            f"{name} in {directory} must be of a dtype that numpy has, got {dtype}"
+        ) from error
 
 
 def require_tensors(directory: Path, tensors: dict, names: set[str]) -> None:

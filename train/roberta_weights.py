@@ -112,7 +112,13 @@ def load_roberta(
         cfg = replace(cfg, dropout=dropout)
     there = 0
     if "classifier.out_proj.bias" in tensors:
-        there = len(tensors["classifier.out_proj.bias"]())
+        shape = tensors["classifier.out_proj.bias"]().shape
+        if len(shape) != 1:
+            raise ValueError(
+                f"classifier.out_proj.bias in {directory} must have a number for each "
+                f"class, got shape {shape}"
+            )
+        there = shape[0]
     if labels is None:
         labels, multi_label = there, cfg.multi_label
     cfg = replace(cfg, labels=labels, multi_label=multi_label)

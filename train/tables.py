@@ -18,7 +18,7 @@ _SUFFIXES = (".tsv", ".csv", *_JSON)
 _COMPRESSED = ("", ".gz", ".xz", ".zst")
 
 Row = tuple[str, dict[str, Any]]  # "file:line", and the columns that the line has
-Columns = tuple[str, ...] | None  # of files without a header
+Columns = tuple[str, ...] | range | None  # of files without a header
 
 
 def find_table(folder: Path, names: Iterable[str]) -> Path:
@@ -76,7 +76,12 @@ def _named(place: str, row: Any, columns: Columns) -> dict[str, Any]:
         kind, rule = list, "a list where --text-columns are numbers"
     if not isinstance(row, kind):
         raise DataError(f"{place}: a row must be {rule}, got {row!r}")
-    return row if columns is None else dict(zip(columns, row, strict=False))
+    return row if columns is None else _cells(columns, row)
+
+
+def _cells(columns: tuple[str, ...] | range, row: list) -> dict[str, Any]:
+    """Cells by column, of those that the row has."""
+    return dict(zip(map(str, columns), row, strict=False))
 
 
 def _suffix(path: Path) -> str:
@@ -116,7 +121,7 @@ def _rows(
                     f"{', '.join(columns)}"
                 )
             continue
-        yield f"{path}:{number}", dict(zip(columns, row, strict=False))
+        yield f"{path}:{number}", _cells(columns, row)
 
 
 def _csv(path: Path, text: str) -> list[tuple[int, list[str]]]:
@@ -151,7 +156,7 @@ def _json(path: Path, lines: list[str]) -> Iterator[Row]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number}: no JSON ({error})") from error
         if not isinstance(record, dict):
             raise DataError(f"{path}:{number}: not an object of JSON")
@@ -165,5 +170,7 @@ def _object(path: Path, text: str) -> dict[str, list] | None:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: no JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # a number too long, or too deep
+        raise DataError(f"{path}: no JSON ({error})") from error
     lists = isinstance(value, dict) and all(isinstance(v, list) for v in value.values())
     return value if lists and not text[end:].strip() else None

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from readers import DataError
-from tables import Row, find_table, read_splits, read_table
+from tables import Columns, Row, find_table, read_splits, read_table
 
 HELD_OUT = 10  # of a file alone one example in this many is held out
 _LARGEST = float(np.finfo(np.float32).max)  # of ratings, which train as float32
@@ -48,7 +48,7 @@ class Task:
     scores: tuple[str, ...]
     dev: tuple[str, ...] = ("dev",)
     multi_label: bool = False
-    columns: tuple[str, ...] | None = None
+    columns: Columns = None
     broken: bool = False
     batch_size: int = 16
 
@@ -142,7 +142,7 @@ def own_task(texts: str, label: str, kind: str) -> Task:
         )
     columns = None
     if numbers:
-        columns = tuple(str(i + 1) for i in range(max(map(int, numbers))))
+        columns = range(1, max(map(int, numbers)) + 1)
     return Task(texts=names, label=label, dev=(), columns=columns, **OWN[kind])
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 import types
@@ -183,6 +184,14 @@ def test_tensors_that_do_not_fit(folder):
     edit_tensors(folder, **{name: None})
     with pytest.raises(ValueError, match=f"lacks {name}"):
         load_roberta(folder)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_a_head_without_classes(folder, shape):
+    edit_tensors(folder, **{"classifier.out_proj.bias": np.zeros(shape, np.float32)})
+    told = f"classifier.out_proj.bias .* each class, got shape {re.escape(str(shape))}"
+    with pytest.raises(ValueError, match=told):
+        load_roberta(folder, labels=2)
 
 
 def test_a_folder_of_pickled_weights_is_refused(folder):

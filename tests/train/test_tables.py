@@ -63,6 +63,8 @@ def test_lines_of_json_are_no_splits(tmp_path):
             {"train": [["a", "b"], "c"]},
             "data.json:train:2: a row must be a list .* are numbers, got 'c'",
         ),
+        ("[" * 100_000, "data.json: no JSON .maximum recursion"),
+        ('{"train": [[' + "9" * 5000 + "]]}", "data.json: no JSON .Exceeds the limit"),
         ({"train": [["a"]]}, "data.json:train:1: the line has no column '2'"),
         ({"training": [["a", "b"]]}, "no train among its splits, training"),
         ({"train": [["a", "b"], ["c", "d"]], "val": []}, "no example in val"),
@@ -72,6 +74,12 @@ def test_lines_of_json_are_no_splits(tmp_path):
 def test_files_that_do_not_fit(content, told, tmp_path):
     with pytest.raises(DataError, match=told):
         read_task(PAIRS, write(tmp_path / "data.json", content))
+
+
+def test_lines_of_json_that_are_too_deep(tmp_path):
+    path = write(tmp_path / "data.jsonl", '{"a": 1}\n' + "[" * 100_000)
+    with pytest.raises(DataError, match="data.jsonl:2: no JSON .maximum recursion"):
+        list(read_table(path, None))
 
 
 def test_rows_may_have_names(tmp_path):

@@ -299,6 +299,13 @@ def test_columns_that_cannot_be(texts):
         own_task(texts, "label", "classify")
 
 
+def test_a_column_of_a_large_number(tmp_path):
+    """No name is made for what no row has."""
+    write(tmp_path, {"train": "a\tx\n", "dev": "b\ty\n"})
+    with pytest.raises(DataError, match="train.tsv:1: the line has no column '10000"):
+        read_task(own_task("1", str(10**12), "classify"), tmp_path)
+
+
 # --- several classes a text ------------------------------------------------------
 
 

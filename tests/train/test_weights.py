@@ -204,6 +204,7 @@ def test_a_base_of_the_angles_that_is_no_number_names_the_file(folder):
     [
         ("[]", r"config\.json must be an object of JSON, got \[\]"),
         ("{", r"config\.json is no JSON: Expecting"),
+        ("[" * 100_000, r"config\.json is no JSON: maximum recursion"),
         ("\udcff", r"config\.json is no JSON: .* can't decode"),
     ],
 )
@@ -267,6 +268,20 @@ def test_a_tied_head_may_lie_in_the_file_if_it_is_the_embedding(tmp_path):
 def test_tensors_that_do_not_fit_the_config(folder, name, tensor, rule):
     edit_tensors(folder, **{name: tensor})
     with pytest.raises(ValueError, match=rule):
+        load_llama(folder)
+
+
+def test_a_dtype_that_numpy_lacks(folder):
+    path = folder / "model.safetensors"
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + size])
+    tensor = header["model.norm.weight"]
+    tensor["dtype"], tensor["shape"] = "F8_E4M3", [32 * 4]
+    header = json.dumps(header).encode()
+    content = path.read_bytes()[8 + size :]
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content)
+    told = "model.norm.weight in .* must be of a dtype that numpy has, got F8_E4M3"
+    with pytest.raises(ValueError, match=told):
         load_llama(folder)
 
 
