@@ -89,6 +89,8 @@ class Method:
                     f"{field} must be one of {', '.join(map(str, allowed))}, "
                     f"got {getattr(self, field)!r}"
                 )
+        if not 1 <= self.period < 2**31:  # of int32, as the count of updates
+            raise ValueError(f"period must be from 1 to 2^31 - 1, got {self.period}")
         if self.name == "remat" and self.checkpoint == "none":
             object.__setattr__(self, "checkpoint", "nothing")
         _ = self.projection  # says a wrong rank, kind or alpha at once

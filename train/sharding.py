@@ -10,6 +10,7 @@ of each product's result. Which numbers a run finds does not depend on the mesh,
 the order of sums.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -58,10 +59,10 @@ def make_mesh(text: str | None) -> Mesh:
     """A mesh of every device there is; those that ``text`` leaves over are data's."""
     sizes = parse_mesh(text) if text else {}
     devices = jax.device_count()
-    others = int(np.prod([sizes.get(axis, 1) for axis in AXES[1:]]))
+    others = math.prod(sizes.get(axis, 1) for axis in AXES[1:])
     sizes = {"data": max(1, devices // others)} | sizes
     shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    if np.prod(shape) != devices:
+    if math.prod(shape) != devices:
         raise ValueError(
             f"--mesh must have as many places as there are devices, {devices}, got "
             f"{text!r}: {' * '.join(map(str, shape))}"

@@ -80,10 +80,10 @@ def bpe_size(spec: str | os.PathLike) -> int | None:
     if kind not in ("bpe", "roberta"):
         return None
     least = 256 if kind == "bpe" else 260
-    if not size.isdecimal() or int(size) <= least:
+    if not size.isdecimal() or not least < int(size) <= 2**20:
         raise DataError(
             f"tokenizer {str(spec)!r}: N of {kind}:N must be a number above {least} "
-            "(the bytes and the special tokens)"
+            "(the bytes and the special tokens) and at most 2^20"
         )
     return int(size)
 

@@ -157,6 +157,7 @@ def test_state_is_float32_for_bfloat16_parameters(params):
         ({"checkpoint": "all"}, "checkpoint must be one of none, .*, got 'all'"),
         ({"bits": 3}, "bits must be one of 16, 8, 4, got 3"),
         ({"moment": "drop"}, "moment must be one of .*, got 'drop'"),
+        ({"name": "galore", "period": 2**31}, "period must be .* - 1, got 2147483648"),
         ({"rank": 2.0}, "rank must be an int, or a fraction"),
         ({"kind": "dct"}, "kind must be one of"),
     ],

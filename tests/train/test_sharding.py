@@ -45,6 +45,7 @@ def test_data_takes_the_devices_that_are_left(text, shape):
     [
         ("fsdp=3", "must have as many .* devices, 4, got 'fsdp=3': 1 [*] 3 [*] 1"),
         ("fsdp=8", ".*got 'fsdp=8'"),
+        (f"fsdp={2**32},tensor={2**32}", ".*: 1 [*] 4294967296 [*] 4294967296"),
         ("data=2", ".*got 'data=2'"),
         ("model=2", "must be sizes of data, fsdp, tensor, .* got 'model=2'"),
         ("fsdp=2,fsdp=2", ".*got 'fsdp=2,fsdp=2'"),

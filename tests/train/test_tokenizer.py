@@ -155,9 +155,11 @@ def test_other_tokenizers_lack_robertas_tokens(spec):
         special_ids(made)
 
 
-@pytest.mark.parametrize("spec", ["bpe:", "bpe:many", "bpe:-5", "bpe:256", "bpe"])
+@pytest.mark.parametrize(
+    "spec", ["bpe:", "bpe:many", "bpe:-5", "bpe:256", "bpe:1048577", "bpe"]
+)
 def test_a_wrong_bpe_size_is_an_error(spec):
-    with pytest.raises(DataError, match=f"'{spec}'.*above 256"):
+    with pytest.raises(DataError, match=f"'{spec}'.*above 256 .* at most 2\\^20"):
         load_tokenizer(spec)
 
 
