@@ -17,7 +17,7 @@ _COLORS = {
 def plot(folders: Sequence[Path]) -> Path | None:
     """Draws the metrics.jsonl of runs, in curves.png beside their folders.
 
-    None without matplotlib, or anything to draw.
+    None without matplotlib, or anything to draw, or where it cannot be written.
 
     Faint, the loss of each training batch, with a tick below where there was a new
     projection; with dots, the validation loss.
@@ -61,7 +61,11 @@ def plot(folders: Sequence[Path]) -> Path | None:
     axes.grid(axis="y", color="#eeeeee")
     axes.set_axisbelow(True)
     path = folders[0].parent / "curves.png"
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        print(f"{path} cannot be written: {error.strerror}")
+        return None
     return path
 
 

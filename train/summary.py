@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from metrics import megabytes, perplexity, written
 from training import Training
 
 _FILE = "summary.json"
+_DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
 def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int]:
@@ -64,34 +65,41 @@ def write(folder: Path, summary: dict[str, Any]) -> None:
 def table(folders: Iterable[Path]) -> str:
     """A line for each finished run in these folders, all of one task.
 
-    Of a fine-tuned one its scores, of a pretrained one its loss.
+    Of a fine-tuned one its scores, of a pretrained one its loss. Runs whose summary is
+    damaged are left out, with a line that says so.
     """
-    summaries = {
-        folder.name: json.loads((folder / _FILE).read_text(encoding="utf-8"))
-        for folder in folders
-        if (folder / _FILE).exists()
-    }
-    columns: dict[str, Callable[[dict], str]] = {}
-    for name in next(iter(summaries.values()), {}).get("scores", ()):
-        columns[name] = lambda s, name=name: f"{100 * s['scores'][name]:.2f}"
-    columns = columns or {
-        "validation loss": lambda s: f"{s['valid_loss']:.4f}",
-        "perplexity": lambda s: written(perplexity(s["valid_loss"])),
-    }
-    columns |= {
-        "tokens/s": lambda s: f"{s['tokens_per_second']:,.0f}",
-        "gradients": lambda s: megabytes(s["gradient_bytes"]),
-        "optimizer state": lambda s: megabytes(s["optimizer_bytes"]),
-        "linear inputs": lambda s: megabytes(s["linear_input_bytes"]),
-    }
+    rows = {}
+    for path in (folder / _FILE for folder in folders):
+        try:
+            rows[path.parent.name] = _cells(json.loads(path.read_text("utf-8")))
+        except FileNotFoundError:
+            continue
+        except _DAMAGED as error:
+            print(f"{path} is left out: it cannot be read ({error})")
+    columns = dict.fromkeys(name for cells in rows.values() for name in cells)
     lines = [["", *columns]]
-    for name, summary in summaries.items():
-        lines.append([name, *(show(summary) for show in columns.values())])
+    for name, cells in rows.items():
+        lines.append([name, *(cells.get(column, "") for column in columns)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
         for name, *cells in lines
     )
+
+
+def _cells(summary: dict[str, Any]) -> dict[str, str]:
+    """By column."""
+    cells = {k: f"{100 * score:.2f}" for k, score in summary.get("scores", {}).items()}
+    if not cells:
+        loss = summary["valid_loss"]
+        cells["validation loss"] = f"{loss:.4f}"
+        cells["perplexity"] = written(perplexity(loss))
+    cells["tokens/s"] = f"{summary['tokens_per_second']:,.0f}"
+    return cells | {
+        "gradients": megabytes(summary["gradient_bytes"]),
+        "optimizer state": megabytes(summary["optimizer_bytes"]),
+        "linear inputs": megabytes(summary["linear_input_bytes"]),
+    }
 
 
 def _size(tree: Any) -> int:

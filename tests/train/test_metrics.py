@@ -274,7 +274,7 @@ def test_durations(seconds, text):
     assert metrics.duration(seconds) == text
 
 
-def test_curves_are_drawn_for_every_method(tmp_path):
+def test_curves_are_drawn_for_every_method(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert curves.plot([]) is None
     for name in ("exact", "compact"):
@@ -286,3 +286,10 @@ def test_curves_are_drawn_for_every_method(tmp_path):
     path = curves.plot([tmp_path / "exact", tmp_path / "compact"])
     assert path == tmp_path / "curves.png"
     assert path.read_bytes().startswith(b"\x89PNG")
+    # What is damaged is left out.
+    (tmp_path / "exact/metrics.jsonl").write_bytes(b"\xff")
+    assert curves.plot([tmp_path / "exact"]) is None
+    path.unlink()
+    path.mkdir()
+    assert curves.plot([tmp_path / "exact", tmp_path / "compact"]) is None
+    assert f"{path} cannot be written: Is a directory" in capsys.readouterr().out
