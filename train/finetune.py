@@ -52,7 +52,7 @@ from options import require_steps
 from readers import DataError
 from roberta import Examples
 from roberta_weights import load_roberta, read_config, save_roberta
-from runs import compile_step, in_turn, save_finite
+from runs import LESS, compile_step, in_turn, save_finite
 from scores import SCORES
 from tasks import Splits, read_task
 from tokenizer import Tokenizer, load_tokenizer, special_ids
@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, ImportError) as error:
         print(f"finetune.py: error: {error}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"finetune.py: error: {error}; {LESS}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # nothing was begun
         return 128 + signal.SIGINT
@@ -191,6 +194,7 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         "dtype": dtype,
         "steps": steps,
         "batch_size": config.batch_size,
+        "threshold": config.threshold,
         "labels": list(data.splits.task.labels),
         "data_and_weights": f"{crc(everything):08x}",
     }
@@ -321,7 +325,7 @@ def evaluate(
                 f"{len(logits_nc)} examples of {name}"
             )
         if task.multi_label:
-            threshold = job.config.task.threshold
+            threshold = job.config.threshold
             predicted[name] = logits_nc > math.log(threshold / (1 - threshold))
         else:
             predicted[name] = logits_nc.argmax(-1) if task.labels else logits_nc[:, 0]

@@ -19,6 +19,7 @@ DEFAULTS = {
     "compact": _SUBSPACE | {"kind": "gaussian"},
     "galore": _SUBSPACE,
 }
+_THRESHOLD = 0.5
 _ALPHA = 16  # over the rank: 4 at rank 4, 2 at rank 8
 
 
@@ -47,8 +48,11 @@ class TaskOptions:
         "of one's own: that of the class or rating; of tag the classes with commas "
         "between, in JSON also a list",
     )
-    threshold: float = option(
-        0.5, "of tag: a text has the classes whose probability is above it", float
+    threshold: float | None = option(
+        None,
+        f"of tag: a text has the classes whose probability is above it "
+        f"(default: {_THRESHOLD})",
+        float,
     )
     seq_len: int = option(512, "longest example, in tokens; the rest is cut", int)
     batch_size: int | None = option(
@@ -62,7 +66,9 @@ class TaskOptions:
         positive(self, "seq_len", "batch_size", "accumulate")
         if self.seq_len < 8:
             raise ValueError(f"--seq-len must be at least 8, got {self.seq_len}")
-        if not 0 < self.threshold < 1:
+        if self.threshold is not None and self.task != "tag":
+            raise ValueError(f"--threshold is an option of tag, not of {self.task}")
+        if self.threshold is not None and not 0 < self.threshold < 1:
             raise ValueError(f"--threshold must be in (0, 1), got {self.threshold}")
 
     @property
@@ -181,6 +187,12 @@ class Config:
     @property
     def batch_size(self) -> int:
         return self.task.batch_size or self.task.described.batch_size
+
+    @property
+    def threshold(self) -> float | None:
+        if self.task.task != "tag":
+            return None
+        return self.task.threshold or _THRESHOLD
 
     @property
     def reads(self) -> dict[str, Any]:

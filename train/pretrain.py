@@ -48,7 +48,7 @@ from metrics import Log
 from planning import Planner
 from pretrain_options import Config
 from pretrained import Pretrained
-from runs import compile_step, in_turn, save_finite
+from runs import LESS, compile_step, in_turn, save_finite
 from training import State, Training, warmup_cosine
 
 
@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config.folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"pretrain.py: error: {error}", file=sys.stderr)
+        return hosts.leave(2)
+    except MemoryError as error:
+        print(f"pretrain.py: error: {error}; {LESS}", file=sys.stderr)
         return hosts.leave(2)
     except KeyboardInterrupt:  # nothing was begun
         return hosts.leave(128 + signal.SIGINT)

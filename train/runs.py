@@ -21,13 +21,14 @@ from readers import DataError
 from training import State, all_finite
 
 FAULTS = (NotFinite, CheckpointError, DataError, OSError)
-_LESS = "less memory takes a smaller --batch-size, --accumulate, or --checkpoint int4"
+LESS = "less memory takes a smaller --batch-size, --accumulate, or --checkpoint int4"
 
 
 def out_of_memory(error: Exception) -> bool:
-    """XLA has one class for all that goes wrong."""
+    """On the host, or on a device: XLA has one class for all that goes wrong."""
     runtime = isinstance(error, jax.errors.JaxRuntimeError)
-    return runtime and "RESOURCE_EXHAUSTED" in str(error)
+    exhausted = runtime and "RESOURCE_EXHAUSTED" in str(error)
+    return exhausted or isinstance(error, MemoryError)
 
 
 def in_turn(program: str, jobs: Sequence, train: Callable) -> int:
@@ -47,7 +48,7 @@ def in_turn(program: str, jobs: Sequence, train: Callable) -> int:
                     traceback.print_exc()
                 what = told(error, job.config.folder)
                 if no_memory:
-                    what += "; " + _LESS
+                    what += "; " + LESS
                 print(f"{program}: stopped: {what}", file=sys.stderr)
                 return hosts.leave(1)
             if code:

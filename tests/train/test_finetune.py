@@ -280,7 +280,7 @@ def test_a_text_has_the_classes_above_the_threshold(weights, tmp_path):
         found = finetune.evaluate(lambda *_: odds, state, job_there, data, 1)
         return found["macro_f1"], found["micro_f1"]
 
-    assert scores(config.task.threshold) == (0, 0)  # a half
+    assert scores(None) == (0, 0)  # a half
     assert scores(0.3) == (1 / 2, 1)  # b is never there
     assert scores(0.1) == (1 / 2, pytest.approx(2 / 3))
 
@@ -311,6 +311,9 @@ def test_the_defaults_are_the_papers():
     assert exact.batch_size == 32  # of CoLA alone
     (rank_4,) = finetune_options.parse([*GIVEN, "--method", "compact", "--rank", "4"])
     assert rank_4.method.alpha == 4
+    assert exact.threshold is None
+    (tag,) = finetune_options.parse(["--task", "tag", *GIVEN[2:], "--method", "exact"])
+    assert tag.threshold == 0.5
     (part,) = finetune_options.parse([*GIVEN, "--method", "compact", "--rank", "0.5"])
     assert part.method.alpha == 1
     (own,) = finetune_options.parse([*GIVEN, "--method", "compact", "--alpha", "3"])
@@ -340,7 +343,11 @@ def refused(capsys, arguments: list[str]) -> str:
         (["--tokenizer", "nowhere.json"], "nowhere.json: no such file"),
         (["--dropout", "1"], "--dropout must be in [0, 1), got 1.0"),
         (["--seq-len", "4"], "--seq-len must be at least 8, got 4"),
-        (["--threshold", "1"], "--threshold must be in (0, 1), got 1.0"),
+        (["--threshold", "0.3"], "--threshold is an option of tag, not of sst2"),
+        (
+            ["--task", "tag", "--threshold", "1"],
+            "--threshold must be in (0, 1), got 1.0",
+        ),
         (["--epochs", "0"], "--epochs must be positive, got 0.0"),
         (["--epochs", "inf"], "--epochs must be finite, got inf"),
         (["--epochs", "1e30"], "steps must be below 2^31, got"),
@@ -358,6 +365,15 @@ def test_wrong_options_are_refused(arguments, tmp_path, capsys, change, told):
 def test_what_is_needed_is_said(capsys):
     assert "--task and --task-data are needed" in refused(capsys, ["--task", "rte"])
     assert "--weights is needed" in refused(capsys, GIVEN[:4])
+
+
+def test_no_memory_for_a_batch_is_said(arguments, tmp_path, capsys, monkeypatch):
+    def read_batch(*_):
+        raise MemoryError("Unable to allocate 8.00 TiB")
+
+    monkeypatch.setattr(finetune, "read_batch", read_batch)
+    told = "Unable to allocate 8.00 TiB; less memory takes a smaller --batch-size"
+    assert told in refused(capsys, [*arguments, "--out", str(tmp_path)])
 
 
 def test_weights_without_their_tokenizer(arguments, weights, tmp_path, capsys):

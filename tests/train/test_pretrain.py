@@ -287,6 +287,18 @@ def test_a_finished_run_is_not_trained_again(finished, arguments, capsys):
     assert "validation loss  perplexity" in printed
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", "{}", '{"valid_loss": []}', "\udcff"])
+def test_a_damaged_summary_is_left_out(finished, capsys, damaged):
+    path = finished / "exact/summary.json"
+    path.write_text(damaged, "utf-8", "surrogateescape")
+    table = pretrain.summary.table(
+        [finished / "compact", finished / "exact"]
+    ).splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["compact"]
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{path} is left out: it cannot be read (")
+
+
 def test_weights_are_exported_also_of_a_finished_run(finished, arguments, capsys):
     given = [*arguments, "--out", str(finished), "--resume"]
     assert pretrain.main([*given, "--export"]) == 0
@@ -591,6 +603,19 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--rank", "33"], "rank must not be above the layer's input width 32, got 33"),
         (["--bits", "5"], "bits must be one of 16, 8, 4, got 5"),
         (["--kind", "dense"], "argument --kind: invalid choice: 'dense'"),
+        (
+            ["--mesh", "fsdp=4294967296,tensor=4294967296"],
+            "as there are devices, 4, got 'fsdp=4294967296,tensor=4294967296': 1 * 42",
+        ),
+        (["--tokenizer", "bpe:999999999999"], "a number above 256 (the bytes and the "),
+        (
+            ["--period", "3000000000"],
+            "period must be from 1 to 2^31 - 1, got 3000000000",
+        ),
+        (
+            ["--method", "galore", "--period", "3000000000"],
+            "period must be from 1 to 2^31 - 1, got 3000000000",
+        ),
         (["--period", "0"], "--period must be positive, got 0"),
         (["--alpha", "-1"], "--alpha must be positive, got -1.0"),
         (["--lr", "nan"], "--lr must be positive, got nan"),
@@ -734,6 +759,16 @@ def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch
         assert pretrain.main(again) == 0
         assert losses_of(folder) == whole
         assert (folder / "plan.2.json").exists()
+
+
+def test_no_memory_for_a_batch_is_said(book, tmp_path, capsys, monkeypatch):
+    def read_batch(*_):
+        raise MemoryError("Unable to allocate 8.00 TiB")
+
+    monkeypatch.setattr(pretrain, "read_batch", read_batch)
+    given = ["--data", str(book), *SMALL, "--out", str(tmp_path / "out")]
+    told = "Unable to allocate 8.00 TiB; less memory takes a smaller --batch-size"
+    assert told in refused(capsys, given)
 
 
 def test_data_without_text_is_said_before_any_training(tmp_path, capsys):
