@@ -64,6 +64,7 @@ class TaskOptions:
         if not self.task or not self.task_data:
             raise ValueError("--task and --task-data are needed")
         positive(self, "seq_len", "batch_size", "accumulate")
+        options.require_batch(self.batch_size)
         if self.seq_len < 8:
             raise ValueError(f"--seq-len must be at least 8, got {self.seq_len}")
         if self.threshold is not None and self.task != "tag":

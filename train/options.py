@@ -243,6 +243,12 @@ def read(
     return list(filled.values())
 
 
+def require_batch(size: int | None) -> None:
+    """Raises ValueError for more than a batch's numbers count."""
+    if size is not None and size >= 2**31:
+        raise ValueError(f"--batch-size must be below 2^31, got {size}")
+
+
 def require_steps(steps: float) -> None:
     """Raises ValueError for more than the optimizer's count holds."""
     if steps >= 2**31:

@@ -16,6 +16,7 @@ from options import (
     option,
     positive,
     read,
+    require_batch,
     require_steps,
 )
 from sharding import parse_mesh
@@ -150,6 +151,7 @@ class DataOptions:
 
     def __post_init__(self):
         positive(self, "max_tokens", "batch_size", "accumulate", "seq_len")
+        require_batch(self.batch_size)
 
 
 @dataclass(frozen=True)

@@ -351,6 +351,7 @@ def refused(capsys, arguments: list[str]) -> str:
         (["--epochs", "0"], "--epochs must be positive, got 0.0"),
         (["--epochs", "inf"], "--epochs must be finite, got inf"),
         (["--epochs", "1e30"], "steps must be below 2^31, got"),
+        (["--batch-size", str(2**63)], "--batch-size must be below 2^31, got 92233720"),
         (["--batch-size", "6"], "--batch-size must be divisible by --accumulate times"),
         (["--method", "lora"], "--method must be one or several of exact"),
         (["--method", "exact", "--rank", "8"], "--rank is not an option of exact"),

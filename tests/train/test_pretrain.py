@@ -631,6 +631,7 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
             ["--batch-size", "6"],
             "devices that share a batch, 1 * 4, got 6",
         ),
+        (["--batch-size", str(2**31)], "--batch-size must be below 2^31, got 21474836"),
         (["--accumulate", "2"], "2 * 4, got 4"),
         (["--seq-len", "65"], "--seq-len must be at most 64"),
         (["--data", "no/such/file"], "no/such/file: no such file or directory"),
