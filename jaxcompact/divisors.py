@@ -17,7 +17,7 @@ _STEEP = _STEEP_AT_ONE | frozenset(
 # What these make can only be zero, or have another sign, if what they read has.
 _THROUGH = frozenset(
     """abs add asin asinh atan clamp complex convert_element_type div erf expm1 imag
-    integer_pow log1p max min mul ne neg real reduce_prod select_n sin sinh sort square
+    integer_pow log1p max min mul neg real reduce_prod select_n sin sinh sort square
     sub tan tanh top_k""".split()
 )
 _ONE_AT_ZERO = frozenset("cos cosh exp exp2 logistic".split())  # or another constant
@@ -162,8 +162,10 @@ def _sources(
             return _difference(source, graph, made_by)
         return op.reads
     constants = [v.val for v in op.ins if isinstance(v, Literal)]
-    if op.kind in ("max", "clamp") and any(x >= _GUARD for x in constants[:1]):
-        return ()
+    least = op.ins[:1] if op.kind == "clamp" else op.ins
+    if op.kind in ("max", "clamp"):
+        if any(isinstance(v, Literal) and v.val >= _GUARD for v in least):
+            return ()
     if op.kind in ("add", "sub") and constants:
         if op.kind == "add" and constants[0] >= _GUARD:
             if all(_is_positive(v, made_by) for v in op.reads):
@@ -182,7 +184,7 @@ def _difference(value: int, graph: Graph, made_by: Mapping[int, Op]) -> Collecti
     if op.kind == "sub":
         size = graph.avals[value].size
         sizes = [graph.avals[_narrow(v, made_by)].size for v in op.reads]
-        return op.reads if sizes == [size, size] else ()
+        return op.reads if len(sizes) == 2 and min(sizes) >= size else ()
     through = op.kind in _SQUARED or _squares(op) or op.kind in LAYOUT or renames(op)
     reads = dict.fromkeys(op.reads if through and op.kind != "reduce_sum" else ())
     return [u for v in reads for u in _difference(v, graph, made_by)]

@@ -24,7 +24,7 @@ REDUCTIONS = frozenset(
     """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
     scatter-max scatter-min square_sum""".split()
 )
-# Of decoded terms as of exact ones no sum is beside another that it should not exceed.
+# Made again of decoded terms, their sums fit together; encoded each, they would not.
 SCANS = frozenset("cumlogsumexp cumprod cumsum".split())
 ORDERS = frozenset("approx_top_k cummax cummin sort top_k".split())
 RANDOM = frozenset(

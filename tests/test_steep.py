@@ -139,6 +139,11 @@ CASES = {
         ONE,
         X,
     ),
+    "pairs in one batch": (
+        lambda p, x: jnp.linalg.norm((h := x @ p["w"])[::2] - h[1::2], axis=-1),
+        ONE,
+        jnp.repeat(X, 2, 0) + 0.003 * normal(6, 128, 32),
+    ),
     "straight through": (lambda p, x: straight_through(x @ p["w"]) @ p["v"], TWO, X),
     "interpolated": (interpolated, TWO, X),
     "spikes": (lambda p, x: spike(x @ p["w"]) @ p["v"], TWO, X),
