@@ -117,7 +117,11 @@ CASES = {
         IDS,
     ),
     "state space": (state_space, STATES, X),
-    "attention free": (attention_free, ONE, X),
+    "attention free": (
+        attention_free,
+        {"w": normal(1, 64, 64) / 8},
+        normal(5, 256, 64),
+    ),
     "log of one minus": (
         lambda p, x: jnp.log(1 - jnp.exp(-jnp.abs(x @ p["w"]))),
         ONE,
@@ -134,11 +138,6 @@ CASES = {
         X,
     ),
     "hyperbolic distance": (poincare, {"w": jnp.eye(32)}, NEAR_ONE),
-    "pairs that are close": (
-        lambda p, x: jnp.linalg.norm(x @ p["w"] - (x + 0.003) @ p["w"], axis=-1),
-        ONE,
-        X,
-    ),
     "pairs in one batch": (
         lambda p, x: jnp.linalg.norm((h := x @ p["w"])[::2] - h[1::2], axis=-1),
         ONE,
