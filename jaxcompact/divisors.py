@@ -1,11 +1,11 @@
 """Which tensors others are divided by: near zero, a rounded one is no substitute."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
+from jaxcompact.graph import Graph, Op, bodies, state_of
 from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, renames
 
 # A small absolute error in what these read is a large one in what they make: at zero,
@@ -109,8 +109,8 @@ def steeply_read(op: Op) -> list[int]:
 def _steep_inputs(op: Op, outs: Collection[int] = ()) -> list[int]:
     """Of an operation with bodies; ``outs``: places of what is read so after it."""
     found: set[int] = set()
-    for body, first in _bodies(op):
-        state, ends = _state(op), set(outs)
+    for body, first in bodies(op):
+        state, ends = state_of(op), set(outs)
         while True:
             steep = [v for i in ends if isinstance(v := body.outputs[i], int)]
             inside = find_divisors(body, body.constants.keys(), steep)
@@ -128,23 +128,6 @@ def _steep_inputs(op: Op, outs: Collection[int] = ()) -> list[int]:
             if inner in inside and isinstance(v, int)
         }
     return sorted(found)
-
-
-def _bodies(op: Op) -> Iterator[tuple[Graph, int]]:
-    """With the first of the operation's inputs that they read."""
-    first = 1 if op.kind == "cond" else 0
-    for body in map(graph_of, inner_jaxprs(op)):
-        same = len(body.inputs) == len(op.ins) - first
-        if same and len(body.outputs) == len(op.outs):  # not so in a while loop
-            yield body, first
-
-
-def _state(op: Op) -> Mapping[int, int]:
-    """Which inputs of a loop's body are outputs of the step before."""
-    if op.kind != "scan":
-        return {}
-    first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
-    return {first + i: i for i in range(count)}
 
 
 def _sources(
@@ -222,7 +205,7 @@ def _is_positive(value: int | Literal, made_by: Mapping[int, Op]) -> bool:
     if op.kind == "max":
         return any(_is_positive(v, made_by) for v in op.ins)
     if op.kind == "custom_jvp_call":  # as relu
-        outs = [(b, o) for b, _ in _bodies(op) for o in b.outputs]
+        outs = [(b, o) for b, _ in bodies(op) for o in b.outputs]
         inner = [({v: p for p in b.ops for v in p.outs}, o) for b, o in outs]
         return bool(inner) and all(_is_positive(o, by) for by, o in inner)
     through = op.kind in _SUMS or op.kind in LAYOUT or renames(op)

@@ -167,6 +167,23 @@ def inner_jaxprs(op: Op) -> Iterator[Any]:
     return jaxprs_in_params(op.eqn.params)
 
 
+def bodies(op: Op) -> Iterator[tuple[Graph, int]]:
+    """With the first of the operation's inputs that they read; none of a while loop."""
+    first = 1 if op.kind == "cond" else 0
+    for body in map(graph_of, inner_jaxprs(op)):
+        same = len(body.inputs) == len(op.ins) - first
+        if same and len(body.outputs) == len(op.outs):
+            yield body, first
+
+
+def state_of(op: Op) -> dict[int, int]:
+    """Which inputs of a loop's body are outputs of the step before."""
+    if op.kind != "scan":
+        return {}
+    first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
+    return {first + i: i for i in range(count)}
+
+
 def tie[T](tree: T) -> T:
     """All arrays of a tree, none of which XLA makes or reads apart from the others.
 

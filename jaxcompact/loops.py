@@ -1,10 +1,10 @@
-"""What the body of a loop or a branch is given: activations, and what stays exact."""
+"""What loops and branches are given and give: activations, and what stays exact."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, is_float
+from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
 from jaxcompact.kinds import LAYOUT, expensive, is_any
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
@@ -20,15 +20,11 @@ def inputs_of_body(
 
     ``names``: the graph's inputs that are activations, no parameters.
     """
-    first, count, outer = 0, 0, op.ins[1:]
-    if op.kind == "scan":
-        first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
-        outer = op.ins
-    state = range(first, first + count)
+    state, outer = state_of(op), op.ins if op.kind == "scan" else op.ins[1:]
     fixed = graph.independent_of(names)
     begins = [isinstance(v, int) and v not in fixed for v in outer]
     found = _new(body, begins, state)
-    infinite = _infinite(graph, fixed, outer)
+    infinite = infinities(graph)
     sizes = {i: body.avals[body.inputs[i]].size for i in found if i in state}
     keep = {}
     for i in found:
@@ -36,7 +32,7 @@ def inputs_of_body(
         # outside, and is not stored again.
         if i not in state:
             keep[i] = "belongs to a tensor outside"
-        elif infinite[i]:
+        elif _is_infinite(outer[i], infinite):
             keep[i] = "begins as an infinity, or as good as one"
         elif _is_logarithm(body, body.inputs[i]):
             keep[i] = "a logarithm: its exponential is taken"
@@ -48,7 +44,7 @@ def inputs_of_body(
     )
 
 
-def _new(body: Graph, begins: Sequence[bool], state: range) -> list[int]:
+def _new(body: Graph, begins: Sequence[bool], state: Mapping[int, int]) -> list[int]:
     """Which inputs are not made of parameters and constants alone.
 
     ``begins``: which are not, as it is first run. A loop's state may begin as zeros.
@@ -57,40 +53,71 @@ def _new(body: Graph, begins: Sequence[bool], state: range) -> list[int]:
         new = [v for v, b in zip(body.inputs, begins, strict=True) if b]
         fixed = body.independent_of(new)
         ends = [isinstance(v, int) and v not in fixed for v in body.outputs]
-        found = [
-            b or (i in state and ends[i - state.start]) for i, b in enumerate(begins)
-        ]
+        found = [b or (i in state and ends[state[i]]) for i, b in enumerate(begins)]
         if found == begins:
             return [i for i, b in enumerate(begins) if b]
         begins = found
 
 
-def _infinite(
-    graph: Graph, fixed: Collection[int], values: Sequence[Value]
-) -> list[bool]:
-    """Which are constants that an infinity is written into, or what stands for one."""
-    found: set[int] = set()
+def exact_outputs(graph: Graph) -> set[int]:
+    """What holds infinities, and logarithms that loops give.
 
-    def is_infinite(value: Value) -> bool:
-        if isinstance(value, Literal):
-            return is_float(value.aval) and abs(value.val) >= _INFINITE
-        return value in found
+    A group that holds an infinity decodes to NaN; what stands for one, as -1e9, leaves
+    nothing of its neighbours.
+    """
+    given = {v for op in graph.ops if op.kind == "scan" for v in op.outs}
+    return infinities(graph) | {v for v in given if _is_logarithm(graph, v)}
 
+
+def infinities(graph: Graph, inputs: Collection[int] = ()) -> set[int]:
+    """Values that an infinity is written into, or what stands for one, as -1e9.
+
+    ``inputs``: which of the graph's are.
+    """
+    found = set(inputs)
     for op in graph.ops:
-        if any(map(is_infinite, op.ins)) and all(v in fixed for v in op.reads):
-            found.update(op.outs)
-    return list(map(is_infinite, values))
+        infinite = [_is_infinite(v, found) for v in op.ins]
+        if op.kind == "max":
+            outs = op.outs if all(infinite) else ()
+        elif op.kind in LAYOUT or op.kind in _SHIFTS or op.kind == "scatter-add":
+            outs = op.outs if any(infinite) else ()
+        else:
+            outs = [op.outs[i] for i in _infinite_outputs(op, infinite)]
+        found.update(v for v in outs if is_float(graph.avals[v]))
+    return found
 
 
-def _is_logarithm(body: Graph, state: int) -> bool:
+def _is_infinite(value: Value, found: Collection[int]) -> bool:
+    if isinstance(value, Literal):
+        return is_float(value.aval) and abs(value.val) >= _INFINITE
+    return value in found
+
+
+def _infinite_outputs(op: Op, infinite: Sequence[bool]) -> set[int]:
+    """Which they are, of an operation with bodies."""
+    state, found = state_of(op), set()
+    for body, first in bodies(op):
+        inputs = {v for v, i in zip(body.inputs, infinite[first:], strict=True) if i}
+        while True:
+            inside = infinities(body, inputs)
+            ends = {i for i, v in enumerate(body.outputs) if v in inside}
+            again = {body.inputs[i] for i, end in state.items() if end in ends}
+            if again <= inputs:
+                break
+            inputs |= again
+        found |= ends
+    return found
+
+
+def _is_logarithm(graph: Graph, value: int) -> bool:
     """Whether exp is taken of it, with no more than something added to it.
 
     As of the log-probabilities of a hidden Markov model, of CTC, of optimal transport:
     an absolute error of one is a relative one of what they stand for. Not of softplus,
     the sum of an exponential and a constant.
     """
-    constants, found = body.independent_of(body.inputs), {state}
-    for op in body.ops:
+    constants, found = graph.independent_of(graph.inputs), {value}
+    for op in graph.ops:
         if found.isdisjoint(op.reads):
             continue
         if op.kind in LAYOUT or op.kind in _SHIFTS:

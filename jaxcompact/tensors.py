@@ -25,6 +25,7 @@ from jaxcompact.kinds import (
     expensive,
     renames,
 )
+from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts
 from jaxcompact.scores import find_attention, is_product
 from jaxcompact.sums import find_sums
@@ -58,8 +59,9 @@ class Tensor:
             the tokens lie; else None.
         fused: "operand" or "result" of an attention that keeps its softmax's
             normalization for its backward pass; None for all others.
-        divisor: others are divided by it, a logarithm or root is taken of it, or it
-            belongs to a matrix factorization or solve.
+        divisor: others are divided by it, a logarithm or root is taken of it, it
+            belongs to a matrix factorization or solve, or holds infinities or
+            logarithms that a loop has added up: small errors of it may be large ones.
         terms: for the product of two activations, the number of terms summed up.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
@@ -161,7 +163,7 @@ class Tensors:
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
         attention = find_attention(graph, self.fixed, stored, known)
-        divisors = find_divisors(graph, self.fixed)
+        divisors = find_divisors(graph, self.fixed) | exact_outputs(graph)
         made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:
             tensor, op = self.found[value], made_by.get(value)

@@ -99,6 +99,66 @@ def poincare(p, x):
     return jnp.arccosh(1 + 2 * square(h - h[::-1]) / volume)
 
 
+def attended(row):
+    """Attention whose masked scores are made in something with a body."""
+
+    def fun(p, x):
+        masked = row(x @ p["q"], x @ p["k"])
+        return jax.nn.softmax(masked) @ x
+
+    return fun
+
+
+def masked(q, k):
+    return jnp.where(CAUSAL, q @ k.T / 8, -jnp.inf)
+
+
+@jax.custom_vjp
+def masked_by_hand(q, k):
+    return masked(q, k)
+
+
+def masked_backwards(qk, g):
+    (q, k), g = qk, jnp.where(CAUSAL, g, 0) / 8
+    return g @ k, g.T @ q
+
+
+masked_by_hand.defvjp(lambda q, k: (masked(q, k), (q, k)), masked_backwards)
+
+
+def row_by_row(fill):
+    return lambda q, k: jax.lax.map(
+        lambda row: jnp.where(row[1], k @ row[0] / 8, fill), (q, CAUSAL)
+    )
+
+
+def running_maxima(p, x):
+    """Each beside the one before; the first is minus infinity."""
+
+    def step(m, row):
+        new = jnp.maximum(m, row)
+        return new, (m, jnp.exp(m - new))
+
+    _, (before, shrunk) = jax.lax.scan(step, jnp.full(32, -jnp.inf), x @ p["w"])
+    return jnp.exp(before) + shrunk * x
+
+
+def posterior(p, x):
+    """Of a hidden Markov model's states: alphas and betas of some -100."""
+    e, rates = 3 * jax.nn.log_softmax(x @ p["w"])[:, :8], normal(5, 8, 8)
+
+    def forth(a, e):
+        a = jax.nn.logsumexp(a[:, None] + rates, 0) + e
+        return a, a
+
+    def back(b, e):
+        return jax.nn.logsumexp(rates + (b + e)[None], 1), b
+
+    last, alphas = jax.lax.scan(forth, jnp.zeros(8), e)
+    _, betas = jax.lax.scan(back, jnp.zeros(8), e, reverse=True)
+    return jnp.exp(alphas + betas - jax.nn.logsumexp(last))
+
+
 QK = {"q": W, "k": normal(2, 32, 32) / 6}
 EXPERTS = {"e": normal(0, 50, 32), "w": W, "g": normal(2, 32, 4) / 6}
 EXPERTS["x"] = normal(3, 4, 32, 32) / 6
@@ -151,6 +211,23 @@ CASES = {
         ONE,
         X,
     ),
+    "masked in a map": (attended(row_by_row(-jnp.inf)), QK, X),
+    "masked in a map by a large number": (attended(row_by_row(-1e9)), QK, X),
+    "masked in a branch": (
+        attended(
+            lambda q, k: jax.lax.cond(q[0, 0] > 9, lambda q, k: q @ k.T, masked, q, k)
+        ),
+        QK,
+        X,
+    ),
+    "masked in a checkpoint": (attended(jax.checkpoint(masked)), QK, X),
+    "masked by hand": (attended(masked_by_hand), QK, X),
+    "masked by what is added": (
+        attended(lambda q, k: (q @ k.T / 8).at[jnp.triu_indices(64, 1)].add(-jnp.inf)),
+        QK,
+        X,
+    ),
+    "running maxima": (running_maxima, ONE, X),
     "remainder": (lambda p, x: jnp.mod(4 * (x @ p["w"]), 3.0) ** 2, ONE, X),
 }
 
@@ -176,6 +253,12 @@ def errors(fun, params, x, policy):
     wrapped = jc.checkpoint(fun, policy=policy, params=0)
     pairs = zip(gradient(wrapped), gradient(fun), strict=True)
     return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+
+
+def test_logarithms_that_a_loop_adds_up_are_not_rounded():
+    """Their exponentials take the errors, of numbers in the hundreds, as factors."""
+    [error] = errors(posterior, ONE, X, jc.policies.int8())
+    assert error < 0.05
 
 
 SIZES = jnp.where(jnp.arange(32) % 2, 1.0, 0.03)
