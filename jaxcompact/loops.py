@@ -100,7 +100,7 @@ def _infinite_outputs(op: Op, infinite: Sequence[bool]) -> set[int]:
         inputs = {v for v, i in zip(body.inputs, infinite[first:], strict=True) if i}
         while True:
             inside = infinities(body, inputs)
-            ends = {i for i, v in enumerate(body.outputs) if v in inside}
+            ends = {i for i, v in enumerate(body.outputs) if _is_infinite(v, inside)}
             again = {body.inputs[i] for i, end in state.items() if end in ends}
             if again <= inputs:
                 break
