@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxcompact.decisions import decides, is_of_a_fraction, limit
 from jaxcompact.divisors import find_divisors, find_norms
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
+from jaxcompact.functions import Function, find_functions, function_name
+from jaxcompact.graph import Graph, Op, is_float
 from jaxcompact.kinds import (
-    ELEMENTWISE,
     LINEAR_ALGEBRA,
     NONLINEAR,
     ORDERS,
@@ -29,8 +30,6 @@ from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts
 from jaxcompact.scores import find_attention, is_product
 from jaxcompact.sums import find_sums
-
-_ROUNDS = "ceil", "floor", "rem", "round"
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
@@ -99,14 +98,6 @@ class Tensor:
     def __str__(self) -> str:
         shape = ",".join(map(str, self.shape))
         return f"{self.name} [{shape}] {self.where}".rstrip()
-
-
-@dataclass(frozen=True)
-class Function:
-    """How a candidate of kind "function" follows from one tensor, entry by entry."""
-
-    root: int
-    ops: tuple[Op, ...]
 
 
 class Tensors:
@@ -183,23 +174,23 @@ class Tensors:
             self.found[value] = Tensor(shape=aval.shape, dtype=aval.dtype, **fields)
 
     def _add_outputs(self, op: Op) -> None:
-        discrete = not self.data.isdisjoint(op.reads)
+        graph, discrete = self.graph, not self.data.isdisjoint(op.reads)
         for i, value in enumerate(op.outs):
-            aval = self.graph.avals[value]
+            aval = graph.avals[value]
             floating = is_float(aval)
             name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
             if expensive(op):
                 fields = {
                     "discrete": discrete and not floating,
-                    "limit": _limit(op, i, self.graph),
+                    "limit": limit(op, i, graph),
                     "terms": self._terms(op),
                     # Its choice is stored, by which what it read is gathered.
                     "cheap": floating and op.kind in ORDERS and discrete,
                 }
-            elif self._is_of_a_fraction(op):
+            elif is_of_a_fraction(op, self.readers, self.data):
                 self._add_rounded(op.reads[0])
                 continue
-            elif self._decides(op, value):
+            elif decides(op, value, graph, self.readers, self.data):
                 fields = {"discrete": discrete}
             elif self.statistics and self._is_statistic(op, value):
                 fields = {"cheap": True, "statistic": True}
@@ -208,17 +199,6 @@ class Tensors:
             mask = aval.dtype == bool and not expensive(op)
             kind = "mask" if mask else "op"
             self._add(value, name=name, kind=kind, where=op.where, **fields)
-
-    def _is_of_a_fraction(self, op: Op) -> bool:
-        """Whether what it rounds is read beside the result, as ``x - floor(x)``."""
-        if op.kind not in _ROUNDS or not self.data.issuperset(op.reads):
-            return False
-        return any(
-            reader.kind == "sub"
-            and op.reads[0] in reader.reads
-            and any(o.kind != "stop_gradient" for o in self.readers[reader.outs[0]])
-            for reader in self.readers[op.outs[0]]
-        )
 
     def _add_rounded(self, value: int) -> None:
         """A number that is kept as it is: both parts of it are read."""
@@ -238,28 +218,6 @@ class Tensors:
             and value in self.data
             and is_float(avals[value])
         )
-
-    def _decides(self, op: Op, value: int) -> bool:
-        """Whether it makes a mask that something else reads, or rounds to integers.
-
-        A sign is a choice of three.
-        """
-        if op.kind in ("custom_jvp_call", "custom_vjp_call"):
-            return any(
-                inner.kind in (*_ROUNDS, "sign")
-                or (inner.kind == "convert_element_type" and _of_bool(inner))
-                for body in inner_jaxprs(op)
-                for inner in graph_of(body).ops
-            )
-        if op.kind not in ELEMENTWISE:
-            return False
-        aval = self.graph.avals[value]
-        if aval.dtype == bool:
-            return not all(_is_mask(r, self.graph) for r in self.readers[value])
-        rounded = any(
-            v in self.data and is_float(self.graph.avals[v]) for v in op.reads
-        )
-        return rounded and (not is_float(aval) or op.kind in _ROUNDS)
 
     def _terms(self, op: Op) -> int | None:
         if not is_product(op, self.fixed, self.known):
@@ -332,33 +290,8 @@ class Tensors:
                 self.found[value] = replace(tensor, cheap=False, statistic=False)
 
     def _add_functions(self) -> None:
-        """Elementwise nonlinear functions of one tensor, as large as can be.
-
-        A relu is one by itself: its derivative is 0 or 1.
-        """
-        made: dict[int, Function] = {}
-        steps = set()
-
-        def root(value: int) -> int:
-            return made[value].root if value in made and value not in steps else value
-
-        for op in self.graph.ops:
-            moving = [v for v in op.reads if v not in self.fixed]
-            if not self._is_elementwise(op, moving) or not self.data.issuperset(moving):
-                continue
-            if _function_name(op) in ("relu", "relu6") and op.kind == "custom_jvp_call":
-                steps.add(op.outs[0])
-                made[op.outs[0]] = Function(moving[0], (op,))
-            elif len({root(v) for v in moving}) == 1:
-                parts = [
-                    part
-                    for v in moving
-                    if v in made and v not in steps
-                    for part in made[v].ops
-                ]
-                ops = tuple(dict.fromkeys([*parts, op]))
-                made[op.outs[0]] = Function(root(moving[0]), ops)
-
+        """Nonlinear ones that others read, and that are no candidates already."""
+        made, steps = find_functions(self.graph, self.fixed, self.data)
         for value, function in made.items():
             curved = [op for op in function.ops if op.kind in NONLINEAR]
             inner = self.readers[value] and all(
@@ -368,7 +301,7 @@ class Tensors:
             )
             if value in self.found or not curved or inner:
                 continue
-            label = _function_name(curved[0])
+            label = function_name(curved[0])
             count = sum(f.name.startswith(f"{label}.") for f in self.found.values())
             self.functions[value] = function
             self._add(
@@ -379,41 +312,3 @@ class Tensors:
                 cheap=True,
                 step=value in steps,
             )
-
-    def _is_elementwise(self, op: Op, moving: list[int]) -> bool:
-        """Whether it makes one array of numbers, each of the numbers in its place."""
-        avals, kind = self.graph.avals, op.kind
-        return (
-            bool(moving)
-            and len(op.outs) == 1
-            and (kind in ELEMENTWISE or kind == "custom_jvp_call")
-            and kind not in ("name", "optimization_barrier", "stop_gradient")
-            and not expensive(op)
-            and all(is_float(avals[v]) for v in [*moving, *op.outs])
-            and all(avals[v].shape == avals[op.outs[0]].shape for v in moving)
-        )
-
-
-def _function_name(op: Op) -> str:
-    if op.kind == "custom_jvp_call":
-        (body, *_) = inner_jaxprs(op)
-        return getattr(body, "jaxpr", body).debug_info.func_name
-    return op.scope if op.scope and not op.scope.startswith("_") else op.kind
-
-
-def _of_bool(op: Op) -> bool:
-    return op.eqn.invars[0].aval.dtype == bool
-
-
-def _is_mask(op: Op, graph: Graph) -> bool:
-    return op.kind in ELEMENTWISE and graph.avals[op.outs[0]].dtype == bool
-
-
-def _limit(op: Op, output: int, graph: Graph) -> int | None:
-    """For integers known to lie in ``[0, limit)``."""
-    if op.kind in ("argmax", "argmin"):
-        shape = graph.avals[op.reads[0]].shape
-        return math.prod(shape[axis] for axis in op.eqn.params["axes"])
-    if op.kind == "top_k" and output == 1:
-        return graph.avals[op.reads[0]].shape[op.eqn.params.get("axis", -1)]
-    return None

@@ -1,0 +1,63 @@
+"""Decisions: made again of decoded values they could come out different."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
+from jaxcompact.kinds import ELEMENTWISE
+
+_ROUNDS = "ceil", "floor", "rem", "round"
+Readers = Mapping[int, Sequence[Op]]
+
+
+def decides(
+    op: Op, value: int, graph: Graph, readers: Readers, data: Collection[int]
+) -> bool:
+    """Whether it makes a mask that something else reads, or rounds to integers.
+
+    A sign is a choice of three.
+    """
+    if op.kind in ("custom_jvp_call", "custom_vjp_call"):
+        return any(
+            inner.kind in (*_ROUNDS, "sign")
+            or (inner.kind == "convert_element_type" and _of_bool(inner))
+            for body in inner_jaxprs(op)
+            for inner in graph_of(body).ops
+        )
+    if op.kind not in ELEMENTWISE:
+        return False
+    aval = graph.avals[value]
+    if aval.dtype == bool:
+        return not all(_is_mask(r, graph) for r in readers[value])
+    rounded = any(v in data and is_float(graph.avals[v]) for v in op.reads)
+    return rounded and (not is_float(aval) or op.kind in _ROUNDS)
+
+
+def is_of_a_fraction(op: Op, readers: Readers, data: Collection[int]) -> bool:
+    """Whether what it rounds is read beside the result, as ``x - floor(x)``."""
+    if op.kind not in _ROUNDS or not all(v in data for v in op.reads):
+        return False
+    return any(
+        reader.kind == "sub"
+        and op.reads[0] in reader.reads
+        and any(o.kind != "stop_gradient" for o in readers[reader.outs[0]])
+        for reader in readers[op.outs[0]]
+    )
+
+
+def limit(op: Op, output: int, graph: Graph) -> int | None:
+    """For integers known to lie in ``[0, limit)``."""
+    if op.kind in ("argmax", "argmin"):
+        shape = graph.avals[op.reads[0]].shape
+        return math.prod(shape[axis] for axis in op.eqn.params["axes"])
+    if op.kind == "top_k" and output == 1:
+        return graph.avals[op.reads[0]].shape[op.eqn.params.get("axis", -1)]
+    return None
+
+
+def _of_bool(op: Op) -> bool:
+    return op.eqn.invars[0].aval.dtype == bool
+
+
+def _is_mask(op: Op, graph: Graph) -> bool:
+    return op.kind in ELEMENTWISE and graph.avals[op.outs[0]].dtype == bool

@@ -1,0 +1,68 @@
+"""Elementwise functions of one tensor, whose derivative could be stored instead."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from jaxcompact.graph import Graph, Op, inner_jaxprs, is_float
+from jaxcompact.kinds import ELEMENTWISE, expensive
+
+
+@dataclass(frozen=True)
+class Function:
+    """How a candidate of kind "function" follows from one tensor, entry by entry."""
+
+    root: int
+    ops: tuple[Op, ...]
+
+
+def find_functions(
+    graph: Graph, fixed: Collection[int], data: Collection[int]
+) -> tuple[dict[int, Function], set[int]]:
+    """Each as large as can be, and which of them are steps.
+
+    A step, a relu, is a function by itself: its derivative is 0 or 1.
+    """
+    made: dict[int, Function] = {}
+    steps: set[int] = set()
+
+    def root(value: int) -> int:
+        return made[value].root if value in made and value not in steps else value
+
+    for op in graph.ops:
+        moving = [v for v in op.reads if v not in fixed]
+        if not _is_elementwise(op, moving, graph) or not all(v in data for v in moving):
+            continue
+        if function_name(op) in ("relu", "relu6") and op.kind == "custom_jvp_call":
+            steps.add(op.outs[0])
+            made[op.outs[0]] = Function(moving[0], (op,))
+        elif len({root(v) for v in moving}) == 1:
+            parts = [
+                part
+                for v in moving
+                if v in made and v not in steps
+                for part in made[v].ops
+            ]
+            ops = tuple(dict.fromkeys([*parts, op]))
+            made[op.outs[0]] = Function(root(moving[0]), ops)
+    return made, steps
+
+
+def function_name(op: Op) -> str:
+    if op.kind == "custom_jvp_call":
+        (body, *_) = inner_jaxprs(op)
+        return getattr(body, "jaxpr", body).debug_info.func_name
+    return op.scope if op.scope and not op.scope.startswith("_") else op.kind
+
+
+def _is_elementwise(op: Op, moving: list[int], graph: Graph) -> bool:
+    """Whether it makes one array of numbers, each of the numbers in its place."""
+    avals, kind = graph.avals, op.kind
+    return (
+        bool(moving)
+        and len(op.outs) == 1
+        and (kind in ELEMENTWISE or kind == "custom_jvp_call")
+        and kind not in ("name", "optimization_barrier", "stop_gradient")
+        and not expensive(op)
+        and all(is_float(avals[v]) for v in [*moving, *op.outs])
+        and all(avals[v].shape == avals[op.outs[0]].shape for v in moving)
+    )
