@@ -74,7 +74,7 @@ class Plan:
     def from_json(cls, text: str) -> "Plan":
         """Raises ValueError for text that is no plan, naming what is wrong."""
         try:
-            found = json.loads(text)
+            found = json.loads(text, parse_constant=_no_number)
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"plan: it is none: {error}") from None
         _require_fields(found, {f.name: f.type for f in fields(cls)})
@@ -83,10 +83,14 @@ class Plan:
         return cls(actions=actions, **found)
 
     def save(self, path: str | Path) -> None:
-        """Whole or not at all."""
+        """Whole or not at all. Raises OSError."""
         part = Path(f"{path}.part")
-        part.write_text(self.to_json() + "\n")
-        part.replace(path)
+        try:
+            part.write_text(self.to_json() + "\n")
+            part.replace(path)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":
@@ -102,6 +106,10 @@ class Plan:
             f"  {name:24}{written(action)}" for name, action in self.actions.items()
         ]
         return "\n".join(lines)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"plan: {word} is no number")
 
 
 def _to_data(action: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from functools import cache
 from types import SimpleNamespace
@@ -144,6 +145,12 @@ def test_as_json(plan, tmp_path):
     assert jc.Plan.from_json(other.to_json()) == other
 
 
+def test_a_plan_that_cant_be_written_leaves_nothing(tmp_path):
+    with pytest.raises(IsADirectoryError):
+        MADE_UP.save(tmp_path)
+    assert list(tmp_path.parent.glob(f"{tmp_path.name}*")) == [tmp_path]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -169,6 +176,8 @@ def test_json_that_is_no_plan(text, message):
         ("peak_bytes", True, "plan: peak_bytes must be a whole number, got True"),
         ("seconds", None, "plan: seconds must be a number, got None"),
         ("error", "0", "plan: error must be a number, got '0'"),
+        ("error", math.nan, "plan: NaN is no number"),
+        ("seconds", math.inf, "plan: Infinity is no number"),
         ("name", "x", "plan: it must have block, .*, got .*, name"),
     ],
 )
