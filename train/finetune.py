@@ -6,6 +6,7 @@
     python train/finetune.py --task classify --task-data mine.tsv --text-columns a,b
         --label-column kind --weights hf:FacebookAI/roberta-base --epochs 3
     python train/finetune.py --task tag --task-data goemotions/ --weights roberta-base/
+        --batch-size 128 --memory-budget 8GiB
     python train/finetune.py --help
 
 The defaults are those of the papers' tables of GLUE. Scores of the held-out examples
@@ -15,11 +16,12 @@ pretrain.py --model roberta-tiny --export makes some.
 A run writes runs/TASK/METHOD/, as pretrain.py does, and resumes and exits like it.
 """
 
+import functools
 import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ from hosts import Interrupt
 from huggingface import folder_of
 from metrics import Log, NotFinite
 from options import require_steps
+from planning import Planner, Plans
 from readers import DataError
 from roberta import Examples
 from roberta_weights import load_roberta, read_config, save_roberta
@@ -66,9 +69,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(data.splits, flush=True)
         params = load_params(configs[0], data)
         jobs = [prepare(config, data, params) for config in configs]
+        if configs[0].plan.explain_plan:
+            print("\n\n".join(f"{j.config.method.name}: {j.plans.plan}" for j in jobs))
+            return 0
         for config in configs:
             config.folder.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
         print(f"finetune.py: error: {error}", file=sys.stderr)
         return 2
     except MemoryError as error:
@@ -139,6 +145,7 @@ class Job:
 
     config: Config
     training: Training
+    plans: Plans
     fixed: dict[str, Any]  # config.json: what a resumed run must have in common
     start: int  # 0, or the step of the checkpoint to continue from
     steps: int
@@ -154,7 +161,8 @@ class Job:
 
 def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
     """Finds whatever is wrong before anything is trained. Raises ValueError."""
-    require_free(config)
+    if not config.plan.explain_plan:
+        require_free(config)
     (cfg, params), opt = loaded, config.optimizer
     devices = jax.device_count()
     if config.batch_size % (config.task.accumulate * devices):
@@ -167,7 +175,8 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
     steps = math.ceil(steps)
     default_dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     dtype = config.weights.dtype or default_dtype
-    training = Training(
+    make_training = functools.partial(
+        Training,
         cfg,
         config.method,
         warmup_line(opt.lr, steps, opt.warmup),
@@ -179,18 +188,31 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
     )
     # Parameters and optimizer state on every device, a share of each batch on each.
     mesh = sharding.make_mesh(None)
-    abstract = sharding.placed(training.abstract, mesh)
+    abstract = sharding.placed(make_training().abstract, mesh)
 
     def of_batch(x: np.ndarray) -> jax.ShapeDtypeStruct:
         spec = P(None, sharding.BATCH) if x.ndim > 1 else P()
         place = NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    batch = jax.tree.map(of_batch, read_batch(config, data, 0))
+    first = read_batch(config, data, 0)
+    batch = jax.tree.map(of_batch, first)
+
+    def make_step(policy):
+        step = jax.jit(make_training(policy=policy).step, donate_argnums=0)
+        return step, (abstract, batch)
+
+    planner = Planner(config.plan, make_training, make_step, cfg.layers)
+    resume = config.output.resume is not False
+    microbatch = jax.tree.map(lambda x: x[0], first)
+    state = functools.partial(jax.jit(make_training().init), params)
+    with jax.set_mesh(mesh):
+        plans = Plans.first(planner, config.folder, resume, state, microbatch)
     everything = [data.train.tokens_nt, data.train.target_n]
     everything += [x for e in data.dev.values() for x in (e.tokens_nt, e.target_n)]
     everything += jax.tree.leaves(params)
-    fixed = config.fixed() | {
+    fixed = config.fixed() | plans.fixed()
+    fixed |= {
         "dtype": dtype,
         "steps": steps,
         "batch_size": config.batch_size,
@@ -198,8 +220,13 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         "labels": list(data.splits.task.labels),
         "data_and_weights": f"{crc(everything):08x}",
     }
-    start = find_start(config, fixed, abstract)
-    return Job(config, training, fixed, start, steps, params, abstract, batch, mesh)
+    start = 0 if config.plan.explain_plan else find_start(config, fixed, abstract)
+    plans = plans.at(start)
+    with jax.set_mesh(mesh):
+        training = plans.training()
+    return Job(
+        config, training, plans, fixed, start, steps, params, abstract, batch, mesh
+    )
 
 
 def warmup_line(peak: float, steps: int, warmup: float) -> optax.Schedule:
@@ -224,8 +251,8 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
 
     Raises NotFinite, also of predictions; what is on disk by then was finite.
     """
-    config, training, start, steps = job.config, job.training, job.start, job.steps
-    output = config.output
+    config, plans, start, steps = job.config, job.plans, job.start, job.steps
+    training, output = job.training, config.output
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
     if start == steps:
         print(f"{config.folder} is finished: step {start} of {steps}", flush=True)
@@ -241,6 +268,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
     if not start:
         begin_folder(config.folder, job.fixed)
     checkpoints.drop_after(start)
+    plans.begin(start)
     logits_of = jax.jit(lambda params, tokens_bt: training.model(params)(tokens_bt))
     shardings = jax.tree.map(lambda x: x.sharding, job.tokens_abt)
     tokens = job.tokens_abt.tokens_bt.size
@@ -256,7 +284,16 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
     )
     with checkpoints, log:
         for step in range(start + 1, steps + 1):
-            batch = jax.device_put(read_batch(config, data, step - 1), shardings)
+            batch = read_batch(config, data, step - 1)
+            if plans.looks_again(step - 1):
+                with log.paused(), jax.set_mesh(job.mesh):
+                    microbatch = jax.tree.map(lambda x: x[0], batch)
+                    plans, said = plans.again(step - 1, state.params, microbatch)
+                    log.say(f"step {step - 1}: {said}")
+                    if plans is not job.plans:
+                        job = replace(job, plans=plans, training=plans.training())
+                        train_step = compile_step(job)
+            batch = jax.device_put(batch, shardings)
             state, measured = train_step(state, batch)
             log.train(step, measured)
             if step % every == 0 or step == steps:
@@ -272,7 +309,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
                     run = fingerprint(job.fixed)
-                    save_finite(checkpoints, step, state, run=run)
+                    save_finite(checkpoints, step, state, run=run, plan=plans.seal())
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop

@@ -9,6 +9,7 @@ import options
 from jaxcompact.projection import Kind
 from methods import Method
 from options import option, positive
+from plan_options import PlanOptions
 from tasks import OWN, TASKS, Task, own_task
 
 # CompAct's (arXiv 2410.15352, table of GLUE), and GaLore's, whose table it extends.
@@ -178,6 +179,7 @@ class Config:
     task: TaskOptions
     weights: WeightOptions
     method: Method
+    plan: PlanOptions
     optimizer: OptimizerOptions
     output: OutputOptions
 
@@ -200,6 +202,7 @@ class Config:
         """The options that name files."""
         return {
             "--weights": self.weights.weights,
+            "--plan": self.plan.plan,
             "--task-data": self.task.task_data,
             "--tokenizer": self.weights.tokenizer,
         }
@@ -219,14 +222,16 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
         "task": TaskOptions,
         "weights": WeightOptions,
         "method": MethodOptions,
+        "plan": PlanOptions,
         "optimizer": OptimizerOptions,
         "output": OutputOptions,
     }
     description = "Fine-tune a RoBERTa on a task of GLUE, or on one's own."
-    task, weights, method, optimizer, output = options.read(
+    task, weights, method, plan, optimizer, output = options.read(
         "finetune.py", description, parts, argv
     )
+    plan.check(method.checkpoint)
     return [
-        Config(task, weights, method.of(name), optimizer, output)
+        Config(task, weights, method.of(name), plan, optimizer, output)
         for name in method.names
     ]

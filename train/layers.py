@@ -81,7 +81,7 @@ def attend(
     v_bthk: jax.Array,
     length_b: jax.Array | None = None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` in q's dtype, or a function that is causal.
+    """`jax.nn.dot_product_attention` in q's dtype, or a function as `attention.flash`.
 
     Causal, or of each sequence's first ``length_b`` tokens.
     """
@@ -96,11 +96,7 @@ def attend(
         # promotion nor the speed of a CPU likes.
         operands = (a.astype(jnp.float32) for a in operands)
     if callable(implementation):
-        if length_b is not None:
-            raise ValueError(
-                f"attention must be a name for what is not causal, got {implementation}"
-            )
-        return implementation(*operands).astype(dtype)
+        return implementation(*operands, length_b).astype(dtype)
 
     def call(q_bthk, k_bthk, v_bthk, length_b):
         return jax.nn.dot_product_attention(

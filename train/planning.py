@@ -6,23 +6,23 @@ error has come to be a tenth more than it was planned with is made anew
 (Adacc, arXiv 2508.00806, section 3: the policy modifier).
 """
 
-import re
-import zlib
+import json
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import jaxcompact as jc
+import plan_files
 from attention import flash
-from checkpoint import CheckpointError
+from checkpoint import Checkpoints
 from layers import default_attention
-from pretrain_options import PlanOptions
+from plan_options import PlanOptions
 from runs import out_of_memory
-from training import State
+from training import State, Training
 
 FIRST = 16  # updates before a plan is looked at again
 WORSE = 1.1  # times the error that it was made with
@@ -47,28 +47,31 @@ class Planner:
         self.device = options.plan_device or jc.memory.here()
         self._measure = None
 
-    def measure(self, params: Any, tokens_bt: np.ndarray) -> jc.Sensitivity:
-        """What encoding does to the gradient now. Compiled once."""
-        length = tokens_bt.shape[1] - 1
-        tokens_bt = jnp.asarray(tokens_bt[: max(1, TOKENS // length)])
+    def measure(self, params: Any, batch: Any) -> jc.Sensitivity:
+        """What encoding does to the gradient now. Compiled once.
+
+        ``batch`` is a microbatch, of which the first sequences are read.
+        """
+        count = -(-TOKENS // jax.tree.leaves(batch)[0].shape[1])
+        batch = jax.tree.map(lambda x: jnp.asarray(x[:count] if x.ndim else x), batch)
 
         # What is kept for the next time are not these weights.
-        shapes = jax.eval_shape(lambda *args: args, params, tokens_bt)
+        shapes = jax.eval_shape(lambda *args: args, params, batch)
 
         def make_gradient(policy):
             dtype = self.make_training().dtype
             own = flash if default_attention(dtype) == "cudnn" else None
             training = self.make_training(policy=policy, attention=own)
 
-            def gradient(params, tokens_bt):
+            def gradient(params, batch):
                 state = State(jnp.int32(0), params, opt_state=None)
-                return training.gradients(state, tokens_bt[None])[1]
+                return training.gradients(state, _alone(batch))[1]
 
             return gradient, shapes
 
         if self._measure is None:
             self._measure, _ = jc.planner.measuring(make_gradient, probes=2)
-        return self._measure(jax.random.key(0), params, tokens_bt)
+        return self._measure(jax.random.key(0), params, batch)
 
     def plan(
         self, found: jc.Sensitivity, say: Callable[[str], Any] | None = None
@@ -84,12 +87,10 @@ class Planner:
             progress=say or (lambda line: None),
         )
 
-    def again(
-        self, plan: jc.Plan, params: Any, tokens_bt: np.ndarray
-    ) -> tuple[jc.Plan, str]:
+    def again(self, plan: jc.Plan, params: Any, batch: Any) -> tuple[jc.Plan, str]:
         """The plan to go on with, and what is to be said of it."""
         try:
-            found = self.measure(params, tokens_bt)
+            found = self.measure(params, batch)
         except jax.errors.JaxRuntimeError as problem:
             if not out_of_memory(problem):
                 raise
@@ -119,6 +120,101 @@ class Planner:
         )
 
 
+@dataclass(frozen=True)
+class Plans:
+    """The plan of a run, or none, and the updates from which on it holds."""
+
+    planner: Planner
+    folder: Path
+    plan: jc.Plan | None
+    since: int = 0
+
+    @classmethod
+    def first(
+        cls,
+        planner: Planner,
+        folder: Path,
+        resume: bool,
+        state: Callable[[], State],
+        batch: Any,
+    ) -> "Plans":
+        """With the plan that was given, that of the run to resume, a new one, or none.
+
+        Raises ValueError if there is none that can be used.
+        """
+        asked, saved = planner.options, plan_files.file_of(folder, 0)
+        if asked.plan:
+            plan = plan_files.load(asked.plan, f"--plan {asked.plan}")
+            return cls(planner, folder, plan)
+        if not asked.memory_budget:
+            return cls(planner, folder, None)
+        if resume and saved.exists():
+            return cls(planner, folder, plan_files.load(saved, saved))
+        if resume and Checkpoints(folder / "checkpoints").steps():
+            raise ValueError(f"{folder} cannot be resumed: its {saved.name} is gone")
+        budget, device = asked.memory_budget, planner.device
+        jc.planner.budget_bytes(budget, device)  # before the measuring
+        print(f"{folder.name}: planning for {budget} of {device}")
+        found = planner.measure(state().params, batch)
+        if asked.plan_plot:
+            front = planner.front(found)
+            front.plot(asked.plan_plot)
+            print(front)
+        plan = planner.plan(found, lambda line: print(f"  {line}", flush=True))
+        return cls(planner, folder, plan)
+
+    def fixed(self) -> dict[str, Any]:
+        """What a resumed run must have in common with its beginning."""
+        asked, plan = self.planner.options, self.plan
+        return {
+            "plan": None if plan is None else json.loads(plan.to_json())["actions"],
+            "memory_budget": asked.memory_budget,
+            "max_error": asked.max_error if asked.memory_budget else None,
+            "plan_device": self.planner.device if asked.memory_budget else None,
+        }
+
+    def at(self, start: int) -> "Plans":
+        """With the plan of the checkpoint to continue from."""
+        if not start or not self.planner.options.memory_budget:
+            return self
+        seal = Checkpoints(self.folder / "checkpoints").seal(start)
+        plan, since = plan_files.in_force(self.folder, start, seal.get("plan"))
+        return replace(self, plan=plan, since=since)
+
+    def training(self) -> Training:
+        """Raises ValueError, with its name, for a plan of another function."""
+        if self.plan is not None:
+            step, args = self.planner.make_step(self.plan)
+            try:
+                jax.eval_shape(step, *args)
+            except ValueError as error:
+                given = self.planner.options.plan
+                file = plan_files.file_of(self.folder, self.since)
+                name = f"--plan {given}" if given else file
+                raise ValueError(f"{name}: {error}") from None
+        return self.planner.make_training(policy=self.plan)
+
+    def begin(self, start: int) -> None:
+        """Puts the folder in order: later plans than the one to go on with are gone."""
+        if self.plan is not None and not start:
+            self.plan.save(plan_files.file_of(self.folder, 0))
+        plan_files.drop_after(self.folder, self.since)
+
+    def seal(self) -> list[int] | None:
+        return plan_files.sealed(self.plan, self.since)
+
+    def looks_again(self, updates: int) -> bool:
+        return bool(self.planner.options.memory_budget) and looks_again(updates)
+
+    def again(self, updates: int, params: Any, batch: Any) -> tuple["Plans", str]:
+        """With the plan that is best now, saved if it is new; what is to be said."""
+        plan, said = self.planner.again(self.plan, params, batch)
+        if plan is self.plan:
+            return self, said
+        plan.save(plan_files.file_of(self.folder, updates))
+        return replace(self, plan=plan, since=updates), said
+
+
 def looks_again(updates: int) -> bool:
     """After 16, 32, 64, ... updates.
 
@@ -128,59 +224,6 @@ def looks_again(updates: int) -> bool:
     return updates >= FIRST and updates & (updates - 1) == 0
 
 
-def file_of(folder: Path, updates: int) -> Path:
-    """Where the plan lies that holds from a number of updates on."""
-    return folder / (f"plan.{updates}.json" if updates else "plan.json")
-
-
-def load(path: Path, name: str | Path) -> jc.Plan:
-    """Raises ValueError, with the name, for a file that holds none."""
-    try:
-        return jc.Plan.load(path)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def sealed(plan: jc.Plan | None, updates: int) -> list[int] | None:
-    """What checkpoints say of the plan that holds from a number of updates on."""
-    return None if plan is None else [updates, zlib.crc32(plan.to_json().encode())]
-
-
-def in_force(folder: Path, step: int, seal: Any) -> tuple[jc.Plan, int]:
-    """The plan of the checkpoint of a step, and the updates from which on it held.
-
-    ``seal`` is what `sealed` gave, None of an older version's checkpoint. Raises
-    CheckpointError for another plan than that, ValueError for a file that holds none.
-    """
-    match seal:
-        case None:
-            number = max(n for n in _files(folder) if n <= step)
-        case [int(number), int()]:
-            pass
-        case _:
-            raise CheckpointError(
-                f"the seal.json of step {step} in {folder} is damaged"
-            )
-    path = file_of(folder, number)
-    plan = load(path, f"{folder} cannot be resumed from step {step}: {path}")
-    if seal and sealed(plan, number) != seal:
-        raise CheckpointError(
-            f"{folder} cannot be resumed from step {step}: {path} is not the plan that "
-            f"it was trained with"
-        )
-    return plan, number
-
-
-def drop_after(folder: Path, updates: int) -> None:
-    """Removes later plans than that which holds from so many updates on."""
-    for number, path in _files(folder).items():
-        if number > updates:
-            path.unlink()
-
-
-def _files(folder: Path) -> dict[int, Path]:
-    found = {0: file_of(folder, 0)}
-    for path in folder.glob("plan.*.json"):
-        if match := re.fullmatch(r"plan\.(\d+)\.json", path.name):
-            found[int(match[1])] = path
-    return found
+def _alone(batch: Any) -> Any:
+    """The one microbatch of an update."""
+    return jax.tree.map(lambda x: x[None], batch)

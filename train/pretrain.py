@@ -17,7 +17,6 @@ are not finite, 2 a wrong option or unusable data, 128 + n stopped by signal n.
 """
 
 import functools
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,20 +31,17 @@ from jax.sharding import PartitionSpec as P
 
 import curves
 import hosts
-import jaxcompact as jc
-import planning
 import pretrain_options
 import pretrained
 import sharding
 import summary
 from checkpoint import Checkpoints
-from configs import RobertaConfig
 from data import Dataset
 from data import prepare as prepare_data
 from folders import begin_folder, compared, find_start, fingerprint, require_free
 from hosts import Interrupt
 from metrics import Log
-from planning import Planner
+from planning import Planner, Plans
 from pretrain_options import Config
 from pretrained import Pretrained
 from runs import LESS, compile_step, in_turn, save_finite
@@ -66,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(dataset.report, flush=True)
         jobs = [prepare(config, dataset, begin) for config in configs]
         if configs[0].plan.explain_plan:
-            print("\n\n".join(f"{j.config.method.name}: {j.plan}" for j in jobs))
+            print("\n\n".join(f"{j.config.method.name}: {j.plans.plan}" for j in jobs))
             return 0
         hosts.require_same(
             options_and_data=[job.fixed for job in jobs],
@@ -106,9 +102,7 @@ class Job:
 
     config: Config
     training: Training
-    plan: jc.Plan | None  # for the blocks' tensors
-    planned: int  # updates from which on it holds
-    planner: Planner
+    plans: Plans
     fixed: dict[str, Any]  # config.json: what a resumed run must have in common
     start: int  # 0, or the step of the checkpoint to continue from
     abstract: State  # shapes, dtypes and shardings
@@ -123,10 +117,6 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
         require_free(config)
     model, opt, data = config.model, config.optimizer, config.data
     cfg = pretrained.shape_of(model, dataset.tokenizer, begin)
-    if config.plan.memory_budget and isinstance(cfg, RobertaConfig):
-        raise ValueError(
-            f"--memory-budget plans for a LLaMA or a GPT-2, got {model.name}"
-        )
     if data.seq_len > cfg.max_seq:
         raise ValueError(
             f"--seq-len must be at most {cfg.max_seq}, the longest sequence of "
@@ -178,72 +168,24 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
     params = begin.params if begin else None
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
     state = functools.partial(jax.jit(make_training().init), params)
+    resume = config.output.resume is not False
+    batch = read_batch(config, dataset, 0)[0]
     with jax.set_mesh(mesh):
-        plan = first_plan(config, planner, state, read_batch(config, dataset, 0)[0])
-    fixed = config.fixed() | {
-        "plan": None if plan is None else json.loads(plan.to_json())["actions"],
-        "memory_budget": config.plan.memory_budget,
-        "max_error": config.plan.max_error if config.plan.memory_budget else None,
-        "plan_device": planner.device if config.plan.memory_budget else None,
+        plans = Plans.first(planner, config.folder, resume, state, batch)
+    fixed = config.fixed() | plans.fixed()
+    fixed |= {
         "dtype": dtype,
         "weights": begin.name if begin else None,
         "tokenizer": dataset.tokenizer.name,
         "data": dataset.checksum,
     }
-    explain = config.plan.explain_plan
-    start = 0 if explain else find_start(config, fixed, abstract)
-    planned = 0
-    if start and config.plan.memory_budget:
-        seal = Checkpoints(config.folder / "checkpoints").seal(start)
-        plan, planned = planning.in_force(config.folder, start, seal.get("plan"))
-    training = make_training(policy=plan)
-    if plan is not None:
-        try:
-            with jax.set_mesh(mesh):
-                jax.eval_shape(training.step, abstract, tokens_abt)
-        except ValueError as error:
-            file = planning.file_of(config.folder, planned)
-            name = f"--plan {config.plan.plan}" if config.plan.plan else file
-            raise ValueError(f"{name}: {error}") from None
+    start = 0 if config.plan.explain_plan else find_start(config, fixed, abstract)
+    plans = plans.at(start)
+    with jax.set_mesh(mesh):
+        training = plans.training()
     return Job(
-        config,
-        training,
-        plan,
-        planned,
-        planner,
-        fixed,
-        start,
-        abstract,
-        tokens_abt,
-        mesh,
-        params,
+        config, training, plans, fixed, start, abstract, tokens_abt, mesh, params
     )
-
-
-def first_plan(
-    config: Config, planner: Planner, state: Callable[[], State], tokens_bt: np.ndarray
-) -> jc.Plan | None:
-    """The plan that was given, that of the run to continue, or a new one, or none."""
-    asked, saved = config.plan, planning.file_of(config.folder, 0)
-    if asked.plan:
-        return planning.load(asked.plan, f"--plan {asked.plan}")
-    if not asked.memory_budget:
-        return None
-    if config.output.resume is not False and saved.exists():
-        return planning.load(saved, saved)
-    steps = Checkpoints(config.folder / "checkpoints").steps()
-    if config.output.resume is not False and steps:
-        raise ValueError(f"{config.folder} cannot be resumed: its {saved.name} is gone")
-    jc.planner.budget_bytes(asked.memory_budget, planner.device)  # before the measuring
-    print(
-        f"{config.method.name}: planning for {asked.memory_budget} of {planner.device}"
-    )
-    found = planner.measure(state().params, tokens_bt)
-    if asked.plan_plot:
-        front = planner.front(found)
-        front.plot(asked.plan_plot)
-        print(front)
-    return planner.plan(found, lambda line: print(f"  {line}", flush=True))
 
 
 def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
@@ -252,7 +194,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
     Raises NotFinite, CheckpointError, DataError and OSError (of a full disk); what is
     on disk by then is good.
     """
-    config, training, start = job.config, job.training, job.start
+    config, plans, start = job.config, job.plans, job.start
     data, steps, output = config.data, config.optimizer.steps, config.output
     if start == steps:
         print(f"{config.folder} is finished: step {start} of {steps}", flush=True)
@@ -267,12 +209,10 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
     if hosts.is_first():
         if not start:
             begin_folder(config.folder, job.fixed)
-            if job.plan is not None:
-                job.plan.save(planning.file_of(config.folder, 0))
         checkpoints.drop_after(start)
-        planning.drop_after(config.folder, job.planned)
+        plans.begin(start)
     hosts.wait_for_all(f"{config.folder} is ready")
-    loss_of = jax.jit(training.loss)
+    loss_of = jax.jit(job.training.loss)
     log = Log(
         config.folder,
         start=start,
@@ -284,13 +224,14 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
     )
     with checkpoints, log:
         for step in range(start + 1, steps + 1):
-            if config.plan.memory_budget and planning.looks_again(step - 1):
-                with log.paused():
-                    tokens_bt = read_batch(config, dataset, step - 1)[0]
-                    job, said = replanned(job, step - 1, state, tokens_bt)
+            if plans.looks_again(step - 1):
+                with log.paused(), jax.set_mesh(job.mesh):
+                    batch = read_batch(config, dataset, step - 1)[0]
+                    plans, said = plans.again(step - 1, state.params, batch)
                     log.say(f"step {step - 1}: {said}")
-                    if job.training is not training:
-                        training, train_step = job.training, compile_step(job)
+                    if plans is not job.plans:
+                        job = replace(job, plans=plans, training=plans.training())
+                        train_step = compile_step(job)
             state, measured = train_step(state, device_batch(job, dataset, step - 1))
             log.train(step, measured)
             if step % output.eval_every == 0 or step == steps:
@@ -304,8 +245,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
                     run = fingerprint(job.fixed)
-                    plan = planning.sealed(job.plan, job.planned)
-                    save_finite(checkpoints, step, state, run=run, plan=plan)
+                    save_finite(checkpoints, step, state, run=run, plan=plans.seal())
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop
@@ -321,19 +261,6 @@ def export(job: Job, state: State, dataset: Dataset) -> None:
     pretrained.save(model, folder)
     dataset.tokenizer.save(folder)
     print(f"weights: {folder}", flush=True)
-
-
-def replanned(
-    job: Job, updates: int, state: State, tokens_bt: np.ndarray
-) -> tuple[Job, str]:
-    """The job under the plan that is best now, which it saves if that is another."""
-    with jax.set_mesh(job.mesh):
-        plan, said = job.planner.again(job.plan, state.params, tokens_bt)
-    if plan is not job.plan:
-        plan.save(planning.file_of(job.config.folder, updates))
-        training = job.planner.make_training(policy=plan)
-        job = replace(job, plan=plan, planned=updates, training=training)
-    return job, said
 
 
 def init(job: Job) -> State:

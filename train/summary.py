@@ -38,9 +38,9 @@ def linear_input_bytes(training: Training, params: Any, tokens: int) -> int:
 
     Linears that read one tensor, the families of `Subspace.slots` (q, k, v; gate, up),
     keep it once: x in the dtype of the computation, or z as its codec stores it. Under
-    a checkpoint policy they keep nothing of their own, and nothing is counted.
+    a checkpoint policy or plan they keep nothing of their own, and nothing is counted.
     """
-    if training.method.checkpoint_policy is not None:
+    if training.policy is not None:
         return 0
     # Without a subspace, the families of one whose z would be as wide as x.
     subspace = training.subspace or Method("compact", rank=1.0).subspace(0)

@@ -65,11 +65,12 @@ class Training:
         self.cfg, self.method, self.schedule = cfg, method, schedule
         self.seed = seed
         self.dtype = jnp.dtype(dtype)
+        self.policy = method.checkpoint_policy if policy is None else policy
         self.make_model = lambda: MODEL[type(cfg)](
             cfg,
             dtype=dtype,
             param_dtype=param_dtype,
-            checkpoint=method.checkpoint_policy if policy is None else policy,
+            checkpoint=self.policy,
             attention=attention,
             rngs=nnx.Rngs(seed),
         )

@@ -1,6 +1,7 @@
 """Runs of a tiny model on made tasks: what they reach, repeat, resume and refuse."""
 
 import dataclasses
+import functools
 import json
 import random
 import shutil
@@ -15,8 +16,11 @@ import configs
 import finetune
 import finetune_options
 import folders
+import jaxcompact as jc
+import planning
 import pretrain
 from configs import RobertaConfig
+from jaxcompact.planner.block import block_of
 from roberta import Roberta
 from roberta_weights import load_roberta, save_roberta
 from tokenizer import load_tokenizer
@@ -130,6 +134,62 @@ def test_compact_with_int4_learns_and_resumes_to_the_same_losses(
     assert tokenizer.encode(["a cat"])[0].size
     config = json.loads((again / "weights" / "config.json").read_text())
     assert config["id2label"] == {"0": "0", "1": "1"}
+
+
+@pytest.mark.slow
+def test_a_run_under_a_budget_resumes_to_the_same_losses(
+    arguments, tmp_path, capsys, monkeypatch
+):
+    """With dropout, and under each of the plans that were made on its way."""
+    four, plans = jc.Quantized(4), []
+
+    def plan_step(make_step, *, sensitivity, **_):
+        traces = block_of(make_step, sensitivity.base, "make_step", True)
+        actions = {t.name: a for t, a, _ in traces.replay.chosen.values()}
+        actions |= dict.fromkeys(sensitivity.effects, four)
+        if plans:
+            actions["x_btd"] = jc.Save()
+        error = sensitivity.error(actions) / 2  # so that another is asked for
+        plans.append(jc.Plan("layer", actions, "h200", 2**30, 0.0, 0, error, 0))
+        return plans[-1]
+
+    measuring = functools.partial(jc.planner.measuring, codecs=[four])
+    monkeypatch.setattr(jc.planner, "measuring", measuring)
+    monkeypatch.setattr(jc, "plan_step", plan_step)
+    monkeypatch.setattr(planning, "FIRST", 2)
+    given = [*arguments, "--method", "exact", "--epochs", "0.2"]  # 4 steps
+    planned = ["--memory-budget", "1GiB", "--checkpoint-every", "1", "--keep", "9"]
+    whole, other = tmp_path / "whole" / "exact", tmp_path / "other"
+    assert run([*given, *planned], whole.parent) == 0
+    said = capsys.readouterr().out
+    assert "exact: planning for 1GiB of h200" in said
+    assert "step 2: gradient error of the plan" in said and len(plans) == 2
+    for plan, name in zip(plans, ("plan.json", "plan.2.json"), strict=True):
+        assert jc.Plan.load(whole / name) == plan
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["linear_input_bytes"] == 0  # they are the plan's to keep
+
+    losses = losses_of(whole)
+    for resumed in (3, 1):
+        again = ["--resume", str(resumed)]
+        assert run([*given, *planned], whole.parent, *again) == 0
+        assert losses_of(whole) == losses
+    assert run([*given, "--plan", str(whole / "plan.2.json")], other) == 0
+    assert run([*given], tmp_path / "exact") == 0
+    exact, followed = (
+        losses_of(tmp_path / "exact" / "exact"),
+        losses_of(other / "exact"),
+    )
+    assert exact[0] == followed[0] == losses[0]
+    assert len({exact[2], followed[2], losses[2]}) == 3
+    np.testing.assert_allclose(losses, exact, rtol=0.2)
+
+
+def test_a_plan_of_another_function_is_refused(arguments, tmp_path, capsys):
+    plan = jc.Plan("layer", {"y": jc.Save()}, "h200", 2**30, 0.0, 0, 0.0, 0)
+    plan.save(tmp_path / "other.json")
+    told = refused(capsys, [*arguments, "--plan", str(tmp_path / "other.json")])
+    assert f"--plan {tmp_path / 'other.json'}: " in told
 
 
 @pytest.mark.parametrize(
@@ -357,6 +417,8 @@ def refused(capsys, arguments: list[str]) -> str:
         (["--method", "exact", "--rank", "8"], "--rank is not an option of exact"),
         (["--rank", "64"], "rank must not be above the layer's input width 32, got 64"),
         (["--checkpoint", "int5"], "argument --checkpoint: invalid choice: 'int5'"),
+        (["--checkpoint", "int4", "--plan", "p.json"], "a plan exclude each other"),
+        (["--plan", "nowhere.json"], "--plan nowhere.json: "),
     ],
 )
 def test_wrong_options_are_refused(arguments, tmp_path, capsys, change, told):
@@ -432,12 +494,9 @@ def test_masked_words_make_weights_that_fine_tuning_begins_with(
     assert job.params["head"]["out"]["kernel"].shape == (32, 2)
 
 
-def test_masked_words_need_robertas_tokens_and_no_planner(tmp_path, capsys):
+def test_masked_words_need_robertas_tokens(tmp_path, capsys):
     book = tmp_path / "book.txt"
     book.write_text("\n".join(sentences(600, 3)))
     given = ["--model", "roberta-tiny", "--data", str(book), "--seq-len", "16"]
     assert pretrain.main(given) == 2
     assert "has no <s>, <pad>, </s>, <mask>" in capsys.readouterr().err
-    planned = [*given, "--tokenizer", "roberta:300", "--memory-budget", "1GiB"]
-    assert pretrain.main(planned) == 2
-    assert "--memory-budget plans for a LLaMA or a GPT-2" in capsys.readouterr().err

@@ -15,12 +15,13 @@ import optax
 import pytest
 
 import jaxcompact as jc
+import plan_files
 import planning
 from attention import flash
 from configs import GPT2Config, ModelConfig
 from jaxcompact.planner.block import block_of
 from methods import Method
-from pretrain_options import PlanOptions
+from plan_options import PlanOptions
 from training import State, Training
 
 CONFIG = ModelConfig(vocab_size=64, width=64, ff=128, layers=2, heads=2)
@@ -180,38 +181,38 @@ def write_plans(folder) -> dict[int, list[int]]:
     plans = {}
     for updates in (0, 16, 64, 128):
         plan = jc.Plan("b", {"x": jc.Save()}, "h200", updates + 1, 0, 0, 0, 0)
-        plan.save(planning.file_of(folder, updates))
-        plans[updates] = planning.sealed(plan, updates)
+        plan.save(plan_files.file_of(folder, updates))
+        plans[updates] = plan_files.sealed(plan, updates)
     return plans
 
 
 def test_the_plan_in_force(tmp_path):
     seals = write_plans(tmp_path)
     for step, updates in ((100, 64), (64, 16), (20, 16), (15, 0)):
-        plan, number = planning.in_force(tmp_path, step, seals[updates])
+        plan, number = plan_files.in_force(tmp_path, step, seals[updates])
         assert (plan.budget, number) == (updates + 1, updates)
     for step, updates in ((100, 64), (64, 64), (15, 0)):  # of an older version
-        assert planning.in_force(tmp_path, step, None)[1] == updates
+        assert plan_files.in_force(tmp_path, step, None)[1] == updates
     assert len(list(tmp_path.iterdir())) == 4  # to look changes nothing
-    planning.drop_after(tmp_path, 16)
+    plan_files.drop_after(tmp_path, 16)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.16.json", "plan.json"]
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "[" * 100_000, b"\xff", "other"])
 def test_a_plan_that_is_gone_or_another_is_refused(tmp_path, content):
     seals = write_plans(tmp_path)
-    path = planning.file_of(tmp_path, 16)
+    path = plan_files.file_of(tmp_path, 16)
     if content is None:
         path.unlink()
     elif content == "other":
-        shutil.copy(planning.file_of(tmp_path, 64), path)
+        shutil.copy(plan_files.file_of(tmp_path, 64), path)
     else:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as error:
-        planning.in_force(tmp_path, 20, seals[16])
+        plan_files.in_force(tmp_path, 20, seals[16])
     assert f"{tmp_path} cannot be resumed from step 20: {path}" in str(error.value)
     with pytest.raises(ValueError, match="the seal.json of step 20 in .* is damaged"):
-        planning.in_force(tmp_path, 20, {"16": 3})
+        plan_files.in_force(tmp_path, 20, {"16": 3})
 
 
 def test_a_card_that_is_not_planned_for(tmp_path):

@@ -1,0 +1,61 @@
+"""The options of a plan, of pretrain.py and finetune.py."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxcompact.memory import devices
+from options import option
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    memory_budget: str | None = option(
+        None,
+        "of the training step, as 7GiB: which tensors of a block are kept, encoded, "
+        "moved to the host or made again is planned for it",
+    )
+    plan: Path | None = option(
+        None, "a plan.json to follow: a run's own, or an edited one", Path
+    )
+    plan_device: str | None = option(
+        None,
+        "card that is planned for (default: the one that is here, or h200)",
+        choices=tuple(devices()),
+    )
+    max_error: float = option(
+        0.08,
+        "of the gradient, relative, that a plan may make by encoding; 0 is exact. As "
+        "measured at the start, and again after 16, 32, 64, ... updates",
+        float,
+    )
+    explain_plan: bool = option(
+        False, "print the plan and stop", None, action="store_true"
+    )
+    plan_plot: Path | None = option(
+        None,
+        "with --explain-plan, a picture to make: memory against modelled time, beside "
+        "jax.checkpoint's policies",
+        Path,
+    )
+
+    def __post_init__(self):
+        if not self.max_error >= 0:
+            raise ValueError(f"--max-error must be 0 or more, got {self.max_error}")
+        if self.plan_plot and not (self.explain_plan and self.memory_budget):
+            raise ValueError("--plan-plot needs --explain-plan and --memory-budget")
+        suffixes = (".png", ".pdf", ".svg")
+        if self.plan_plot and self.plan_plot.suffix not in suffixes:
+            raise ValueError(
+                f"--plan-plot must end with {', '.join(suffixes)}, got {self.plan_plot}"
+            )
+        if self.plan and self.memory_budget:
+            raise ValueError("--plan and --memory-budget exclude each other")
+        if self.explain_plan and not (self.plan or self.memory_budget):
+            raise ValueError("--explain-plan needs --memory-budget or --plan")
+        if self.plan_device and not self.memory_budget:
+            raise ValueError("--plan-device needs --memory-budget")
+
+    def check(self, checkpoint: str | None) -> None:
+        """Raises ValueError where a method has a policy already."""
+        if checkpoint and (self.plan or self.memory_budget):
+            raise ValueError("--checkpoint and a plan exclude each other")
