@@ -64,21 +64,21 @@ def scale_by_channel_adam(b1=0.9, b2=0.999, eps=1e-8):
     does to training is this, and has nothing to do with projections.
     """
     import methods
-    from jaxcompact.paths import path_name
+    from jaxcompact.paths import map_named
 
-    def second(path, g):
-        matrix = methods.re.fullmatch(methods.MATRICES, path_name(path))
+    def second(name, g):
+        matrix = methods.re.fullmatch(methods.MATRICES, name)
         return jnp.mean(g**2, axis=-2, keepdims=True) if matrix else g**2
 
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        nu = jax.tree.map_with_path(second, zeros)
+        nu = map_named(second, zeros)
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), zeros, nu)
 
     def update(g, state, params=None):
         count = state.count + 1
         mu = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, g)
-        square = jax.tree.map_with_path(second, g)
+        square = map_named(second, g)
         nu = jax.tree.map(lambda v, s: b2 * v + (1 - b2) * s, state.nu, square)
         t = count.astype(jnp.float32)
         updates = jax.tree.map(

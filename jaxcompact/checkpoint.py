@@ -13,7 +13,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.graph import graph_of
 from jaxcompact.linear import SketchedKernel
-from jaxcompact.paths import path_name
+from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy
 from jaxcompact.traced import Traced, run
 
@@ -201,7 +201,7 @@ class _Call:
             signature = []
         plain = [p.name for p in signature if p.kind < inspect.Parameter.VAR_POSITIONAL]
         names = []
-        for path, _ in jax.tree.leaves_with_path(self.dynamic):
+        for path, _ in leaves_with_path(self.dynamic):
             (_, argument, *rest) = path
             name = argument.key
             if isinstance(name, int):

@@ -76,6 +76,8 @@ def _memory(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{option} goes {word} --largest-batch")
     if not arguments.measure:
         jax.config.update("jax_platforms", "cpu")
+    if arguments.batch is not None and arguments.batch < 1:
+        raise ValueError(f"--batch must be positive, got {arguments.batch}")
     batch = [arguments.batch] if searched or arguments.batch is not None else []
     make_step = _imported(name, *batch)
     if searched:

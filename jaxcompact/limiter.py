@@ -62,4 +62,4 @@ def limit_norm_growth(gamma: float = 1.01) -> optax.GradientTransformation:
 
 
 def _norm(update: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(update.astype(jnp.float32))))
+    return jnp.sqrt(jnp.sum(jnp.square(jnp.abs(update).astype(jnp.float32))))

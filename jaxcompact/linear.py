@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.codecs import Encoded, Quantized
@@ -20,8 +22,8 @@ from jaxcompact.projection import Projection
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "sketch", "key"],
-    meta_fields=["path", "family", "projection"],
+    data_fields=["weight", "sketch", "key", "layer"],
+    meta_fields=["path", "family", "stack", "projection"],
 )
 @dataclass(frozen=True)
 class SketchedKernel:
@@ -36,16 +38,21 @@ class SketchedKernel:
         sketch: zeros ``(r, m)`` of the kernel's dtype; the derivative is taken with
             respect to it.
         key: the PRNG key that P is made of.
+        layer: number of the layer: kernels of equal family, stack and layer have equal
+            keys. Not traced before a scan or vmap takes it apart.
         path: name of the parameter.
-        family: kernels of one family read P from equal keys; see `linear`.
+        family: of the kernels that share z; see `linear`.
+        stack: the leading layer axes that the whole parameter has.
         projection: how z is made.
     """
 
     weight: jax.Array
     sketch: jax.Array
     key: jax.Array
+    layer: np.ndarray
     path: str
     family: str
+    stack: tuple[int, ...]
     projection: Projection
 
     def __jax_array__(self, *_, **__):
@@ -53,7 +60,8 @@ class SketchedKernel:
 
     __array__ = __getitem__ = __iter__ = __len__ = __jax_array__
     __neg__ = __abs__ = __add__ = __sub__ = __mul__ = __truediv__ = __jax_array__
-    __pow__ = __matmul__ = __jax_array__
+    __pow__ = __matmul__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __jax_array__
+    __rpow__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __jax_array__
 
     def __getattr__(self, name: str):  # of an array: T, astype, reshape
         if name.startswith("_") or not hasattr(jax.Array, name):
@@ -197,7 +205,26 @@ def _forward(spec: _Spec, x, w_nm, sketch_rm, z) -> tuple[jax.Array, Residuals]:
     # Not by calling _sketched_product: the policies of jax.checkpoint look for the
     # product in here, and would not see it inside another custom_vjp.
     x, w = x.astype(spec.dtype), w_nm.astype(spec.dtype)
-    return _product(x, w, 0, spec.precision, spec.out_sharding), (z, w_nm)
+    y = _product(x, w, 0, spec.precision, spec.out_sharding)
+    return _once(y, sketch_rm), (z, w_nm)
+
+
+@jax.custom_jvp
+def _once(y: jax.Array, sketch_rm: jax.Array) -> jax.Array:
+    """y, of which no derivative by the sketch is taken: the rule is one already."""
+    return y
+
+
+@partial(_once.defjvp, symbolic_zeros=True)
+def _once_forward(primals, tangents):
+    (y, _), (moved, by_sketch) = primals, tangents
+    if not isinstance(by_sketch, SymbolicZero):
+        raise NotImplementedError(
+            "a kernel in the subspace has no second derivative: within fun it is read "
+            "by what is differentiated there (grad, vjp, a gradient penalty, forces). "
+            "Leave such kernels out of the subspace's rules"
+        )
+    return y, moved
 
 
 def _backward(spec: _Spec, residuals: Residuals, dy):
@@ -234,25 +261,29 @@ _sketched_product.defvjp(_forward, _backward)
 @dataclass
 class _Shared:
     x: jax.Array
-    reader: tuple  # family, dtype, and the trace, which z must not leave
+    reader: tuple  # what must be the same of all that z serves
     result: tuple[jax.Array, jax.Array | Encoded]
     served: dict[str, jax.Array]  # path -> key
     open: bool = True
 
 
-_sketches: ContextVar[list[_Shared] | None] = ContextVar(
-    "jaxcompact_sketches", default=None
-)
+@dataclass
+class _Sharing:
+    trace: Any  # in which it began
+    found: list[_Shared]
+
+
+_sharing: ContextVar[_Sharing | None] = ContextVar("jaxcompact_sharing", default=None)
 
 
 @contextlib.contextmanager
 def shared_sketches() -> Iterator[None]:
     """Within it, kernels of one family that read the same tensor share one z."""
-    token = _sketches.set([])
+    token = _sharing.set(_Sharing(get_opaque_trace_state(), []))
     try:
         yield
     finally:
-        _sketches.reset(token)
+        _sharing.reset(token)
 
 
 def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
@@ -264,16 +295,20 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
         z = jax.tree.map(lambda a: checkpoint_name(a, "sketch"), z)
         return jax.lax.optimization_barrier((x, z))
 
-    known = _sketches.get()
+    sharing = _sharing.get()
     # What is shared keeps tracers alive, which is all that a check for leaks sees.
-    if known is None or jax.config.jax_check_tracer_leaks:
+    if sharing is None or jax.config.jax_check_tracer_leaks:
         return make()
-    reader = (kernel.family, jnp.dtype(dtype), get_opaque_trace_state())
-    entry = next((e for e in known if e.x is x and e.reader == reader), None)
+    trace = get_opaque_trace_state()
+    layer = _layer(kernel, taken_apart=trace == sharing.trace)
+    # z must not leave its trace.
+    reader = (kernel.family, kernel.stack, layer, jnp.dtype(dtype), trace)
+    entries = (e for e in sharing.found if e.x is x and e.reader == reader)
+    entry = next(entries, None)
     if entry is None:
         entry = _Shared(x, reader, make(), {})
-        known.append(entry)
-    elif entry.served.get(kernel.path, kernel.key) is not kernel.key:
+        sharing.found.append(entry)
+    elif layer is None and entry.served.get(kernel.path, kernel.key) is not kernel.key:
         # The same kernel with another key: layers of a stack, taken apart by hand,
         # read one tensor. Which key belongs to which layer can't be seen any more.
         entry.open = False
@@ -281,3 +316,15 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
         return make()
     entry.served[kernel.path] = kernel.key
     return entry.result
+
+
+def _layer(kernel: SketchedKernel, taken_apart: bool) -> Any:
+    """What is the same of layers with equal keys; None for all that a loop is at.
+
+    A scan or vmap is at one layer of all its stacks. Of what is ``taken_apart`` by an
+    index that is traced, or has axes of which only some are known, no other than the
+    same array is known to be the same.
+    """
+    if not isinstance(kernel.layer, jax.core.Tracer):
+        return np.asarray(kernel.layer).tobytes()
+    return id(kernel.key) if taken_apart or len(kernel.stack) > 1 else None

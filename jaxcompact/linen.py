@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core import lift
+from flax.linen.dtypes import promote_dtype
 
 from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
@@ -20,8 +21,8 @@ class Dense(nn.Dense):
     kernel in the subspace is read through `jaxcompact.linear`; everywhere else this is
     Flax's layer.
 
-    Raises ValueError if a kernel in the subspace meets ``dot_general`` or
-    ``dot_general_cls``: the sketch does not know them.
+    Raises ValueError if a kernel in the subspace meets ``dot_general``,
+    ``dot_general_cls`` or ``promote_dtype``: the sketch does not know them.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxcompact import linen as clinen
@@ -36,10 +37,11 @@ class Dense(nn.Dense):
         kernel = _unboxed(self.get_variable("params", "kernel"))
         if not isinstance(kernel, SketchedKernel):
             return super().__call__(inputs)
-        if self.dot_general is not None or self.dot_general_cls is not None:
+        product = self.dot_general or self.dot_general_cls
+        if product is not None or self.promote_dtype is not promote_dtype:
             raise ValueError(
-                f"dot_general and dot_general_cls must be left at their defaults for "
-                f"{kernel.path!r}, which is in the subspace"
+                f"dot_general, dot_general_cls and promote_dtype must be left at their "
+                f"defaults for {kernel.path!r}, which is in the subspace"
             )
         bias = _unboxed(self.get_variable("params", "bias"))
         return linear(inputs, kernel, bias, dtype=self.dtype, precision=self.precision)

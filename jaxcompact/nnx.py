@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from jaxcompact import subspace as functional
@@ -24,8 +25,8 @@ class Linear(nnx.Linear):
     subspace is read through `jaxcompact.linear`, and so is one whose type says how
     devices share it; everywhere else this is Flax's layer.
 
-    Raises ValueError if a kernel in the subspace meets ``dot_general`` or
-    ``preferred_element_type``: the sketch does not know them.
+    Raises ValueError if a kernel in the subspace meets ``dot_general``,
+    ``preferred_element_type`` or ``promote_dtype``: the sketch does not know them.
 
     >>> from flax import nnx
     >>> import jax.numpy as jnp
@@ -40,13 +41,14 @@ class Linear(nnx.Linear):
         special = (
             self.dot_general is not lax.dot_general
             or self.preferred_element_type is not None
+            or self.promote_dtype is not promote_dtype
         )
         if not isinstance(kernel, SketchedKernel) and (special or not typed(kernel)):
             return super().__call__(inputs, out_sharding)
         if special:
             raise ValueError(
-                f"dot_general and preferred_element_type must be left at their "
-                f"defaults for {kernel.path!r}, which is in the subspace"
+                f"dot_general, preferred_element_type and promote_dtype must be left "
+                f"at their defaults for {kernel.path!r}, which is in the subspace"
             )
         return linear(
             inputs,

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxcompact.kernels.explicit import laid_as
-from jaxcompact.paths import path_name
+from jaxcompact.paths import map_named, named_leaves, path_name
 from jaxcompact.subspace import IMPL, Slot, Subspace, require_subspace
 
 Moment = Literal["keep", "reset", "transfer"]
@@ -95,7 +95,12 @@ def in_subspace(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        slots = subspace.slots(params)
+        # `optax.tree_map_params` asks what an empty tree would have.
+        arrays = any(
+            isinstance(getattr(x, "shape", None), tuple)
+            for x in jax.tree.leaves(params)
+        )
+        slots = subspace.slots(params) if arrays else {}
         generation, key = jnp.zeros((), jnp.int32), subspace.key_here()
         return SubspaceState(
             count=jnp.zeros((), jnp.int32),
@@ -125,7 +130,7 @@ def in_subspace(
                 lambda s: s,
                 inner_state,
             )
-        updates = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+        updates = jax.tree.map(_wide, updates)
         updates, inner_state = inner.update(
             updates,
             inner_state,
@@ -136,8 +141,8 @@ def in_subspace(
         generation, updates = jax.lax.optimization_barrier((generation, updates))
         right_key = jnp.all(state.key == jax.random.key_data(subspace.key_here()))
 
-        def lifted(path, update, param):
-            slot = slots.get(path_name(path))
+        def lifted(name, update, param):
+            slot = slots.get(name)
             if slot is None:
                 return update.astype(param.dtype)
             scale = jnp.where(right_key, float(slot.projection.alpha), jnp.nan)
@@ -148,7 +153,7 @@ def in_subspace(
 
             return slot.map_layers(lift, key, generation, update)
 
-        updates = jax.tree.map_with_path(lifted, updates, params)
+        updates = map_named(lifted, updates, params)
         accumulator = _find(inner_state, optax.MultiStepsState)
         count = (
             optax.safe_increment(state.count)
@@ -238,14 +243,14 @@ def _find(tree: Any, kind: type) -> Any:
 
 
 def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
-    names = {path_name(path) for path, _ in jax.tree.leaves_with_path(updates)}
-    if missing := slots.keys() - names:
+    named = named_leaves(updates)
+    if missing := slots.keys() - dict(named).keys():
         raise ValueError(f"updates: there is no gradient of {min(missing)!r}")
-    for path, leaf in jax.tree.leaves_with_path(updates):
-        slot = slots.get(path_name(path))
+    for name, leaf in named:
+        slot = slots.get(name)
         shape = getattr(leaf, "shape", None)
         if not isinstance(shape, tuple):
-            raise ValueError(f"updates: {path_name(path)!r} must be an array: {leaf!r}")
+            raise ValueError(f"updates: {name!r} must be an array: {leaf!r}")
         if slot is not None and shape != slot.sketch_shape:
             raise ValueError(
                 f"updates: the gradient of {slot.path!r} must be its sketch of shape "
@@ -274,9 +279,9 @@ def _check_state(inner: Any, state: SubspaceState, sketched: Any, params: Any) -
 def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
     """``params`` as ``inner`` sees them: float32, ``P^T W`` in the subspace."""
 
-    def sketched(path, param):
-        param = param.astype(jnp.float32)
-        slot = slots.get(path_name(path))
+    def sketched(name, param):
+        param = _wide(param)
+        slot = slots.get(name)
         if slot is None:
             return param
 
@@ -285,14 +290,20 @@ def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
 
         return slot.map_layers(project, key, generation, param)
 
-    return jax.tree.map_with_path(sketched, params)
+    return map_named(sketched, params)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """In float32, or of two of them."""
+    complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
+    return x.astype(jnp.complex64 if complex_ else jnp.float32)
 
 
 def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
     """The inner state with its first moments taken into the new P's coordinates."""
 
-    def renew(path, m):
-        slot = slots.get(path_name(path))
+    def renew(name, m):
+        slot = slots.get(name)
         if slot is None:
             return m
         if moment == "reset":
@@ -308,7 +319,7 @@ def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
 
     def walk(node, name=None):
         if name in _FIRST_MOMENTS:
-            return jax.tree.map_with_path(renew, node)
+            return map_named(renew, node)
         if hasattr(node, "_fields"):
             return type(node)(*map(walk, node, node._fields))
         if isinstance(node, tuple | list):

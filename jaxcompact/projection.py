@@ -78,7 +78,9 @@ class Projection:
     def __post_init__(self):
         number = isinstance(self.rank, int | float) and not isinstance(self.rank, bool)
         if not number or not self.rank > 0:
-            raise ValueError(f"rank must be a positive number, got {self.rank!r}")
+            raise ValueError(
+                f"rank must be a positive int or float of Python, got {self.rank!r}"
+            )
         if isinstance(self.rank, float) and self.rank > 1:
             raise ValueError(
                 f"rank must be an int, or a fraction of the width of at most 1.0, "
@@ -155,21 +157,26 @@ class Projection:
             return jax.scipy.linalg.block_diag(*parts)
         match self.kind:
             case "gaussian":
-                return jax.random.normal(key, (n, r)) / math.sqrt(r)
+                return jax.random.normal(key, (n, r), jnp.float32) / math.sqrt(r)
             case "rademacher":
-                return jax.random.rademacher(key, (n, r), jnp.float32) / math.sqrt(r)
+                return _signs(key, (n, r)) / math.sqrt(r)
             case "sparse":
-                value = math.sqrt(_SPARSITY / r)
-                u = jax.random.uniform(key, (n, r)) * (2 * _SPARSITY)
-                return jnp.where(u < 1, value, jnp.where(u < 2, -value, 0.0))
+                value = jnp.float32(math.sqrt(_SPARSITY / r))
+                u = jax.random.uniform(key, (n, r), jnp.float32) * (2 * _SPARSITY)
+                return jnp.where(u < 1, value, jnp.where(u < 2, -value, jnp.float32(0)))
             case "countsketch":
-                return self.lift(key, jnp.eye(r), n)
+                return self.lift(key, jnp.eye(r, dtype=jnp.float32), n)
             case "orthonormal":
-                q, _ = jnp.linalg.qr(jax.random.normal(key, (n, r)))
+                q, _ = jnp.linalg.qr(jax.random.normal(key, (n, r), jnp.float32))
                 return q * math.sqrt(n / r)
 
     def project(self, key: jax.Array, x: jax.Array) -> jax.Array:
-        """``z = x P`` over the last axis of ``x[..., n]``, in x's dtype."""
+        """``z = x P`` over the last axis of ``x[..., n]``, in x's dtype.
+
+        Integers and bools are read as float32.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            x = x.astype(jnp.float32)
         return self._projected(self._drawn(key, x.shape[-1], x.dtype), x)
 
     def stored(self, key: jax.Array, x: jax.Array) -> jax.Array | Encoded:
@@ -194,7 +201,7 @@ class Projection:
             draw = partial(part._drawn, width=width // self.blocks, dtype=dtype)
             return jax.vmap(draw)(self._keys(key))
         if self.kind == "countsketch":
-            return jax.random.rademacher(key, (width,), dtype)
+            return _signs(key, (width,)).astype(dtype)
         return self.matrix(key, width).astype(dtype)
 
     def _projected(self, drawn: jax.Array, x: jax.Array) -> jax.Array:
@@ -231,3 +238,9 @@ class Projection:
     def _keys(self, key: jax.Array) -> jax.Array:
         numbers = jnp.arange(self.blocks, dtype=jnp.uint32)
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
+
+
+def _signs(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`jax.random.rademacher`, whose bits are others where jax's dtypes are wide."""
+    positive = jax.random.bernoulli(key, jnp.float32(0.5), shape)
+    return 2 * positive.astype(jnp.float32) - 1

@@ -15,7 +15,7 @@ import numpy as np
 from jaxcompact.kernels.explicit import laid_as, without
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.linear import SketchedKernel, shared_sketches
-from jaxcompact.paths import path_name
+from jaxcompact.paths import map_named, named_leaves
 from jaxcompact.projection import Projection
 
 # Of keys. Others give other bits under vmap, and so another P than the update's.
@@ -70,7 +70,7 @@ class Slot:
         return fun(self.keys(key, generation), *arrays)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Subspace:
     """Kernels whose gradient and optimizer state are r x m instead of n x m.
 
@@ -142,6 +142,16 @@ class Subspace:
                 bits = np.asarray(jax.random.key_data(self.key))
         object.__setattr__(self, "_bits", bits)
 
+    def __eq__(self, other: Any) -> bool:  # the order of rules decides
+        return isinstance(other, Subspace) and self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    def _compared(self) -> tuple:
+        bits = id(self.key) if self._bits is None else self._bits.tobytes()
+        return tuple(self.rules.items()), bits, self.period
+
     def __reduce__(self):  # to copy and pickle
         return Subspace, (dict(self.rules), self.key, self.period)
 
@@ -154,15 +164,17 @@ class Subspace:
     def slots(self, params: Any) -> dict[str, Slot]:
         """The kernels of ``params`` that are in the subspace, by path."""
         unused = set(self.rules)
-        slots = {}
-        for path, leaf in jax.tree.leaves_with_path(params):
-            name = path_name(path)
+        slots: dict[str, Slot] = {}
+        named = named_leaves(params)
+        for name, leaf in named:
             pattern = next((p for p in self.rules if re.fullmatch(p, name)), None)
             if pattern is not None:
                 unused.discard(pattern)
+                if name in slots:
+                    raise ValueError(f"params: two leaves have the name {name!r}")
                 slots[name] = _slot(name, leaf, pattern, self.rules[pattern])
         if unused:
-            names = [path_name(p) for p, _ in jax.tree.leaves_with_path(params)]
+            names = [name for name, _ in named]
             raise ValueError(
                 f"rules: {min(unused)!r} matches no parameter (or an earlier rule "
                 f"takes all that it matches); the parameters are {', '.join(names)}"
@@ -174,11 +186,14 @@ class Subspace:
 
         Raises ValueError for a step that is no integer, or negative.
         """
+        known = isinstance(step, np.ndarray | np.generic | jax.Array)
         if type(step) is int:
             whole = 0 <= step < 2**31
-        else:
+        else:  # also what stands for an array, as NNX's variables
             scalar = getattr(step, "shape", None) == ()
             whole = scalar and jnp.issubdtype(step.dtype, jnp.integer)
+        if whole and known and not isinstance(step, jax.core.Tracer):
+            whole = 0 <= int(step) < 2**31
         if not whole:
             raise ValueError(
                 f"step must be the number of updates made, an integer, got {step!r}"
@@ -207,14 +222,18 @@ def value_and_grad(
     The kernels are constants of ``fun``: what else it does with them has no gradient.
     A penalty on weights belongs into the optimizer (`optax.add_decayed_weights`).
     A ``step`` other than the optimizer's own count takes the gradient in a P that the
-    update does not lift with, which nothing can notice. Derivatives of ``grads`` lack
-    what goes through x in ``P^T G``: take curvature of ``fun`` and plain kernels.
+    update does not lift with, which nothing can notice; nor that ``params`` are a part
+    of the tree that the other one has, or hold it: names begin at its root (but for
+    Linen's "params"). Derivatives of ``grads`` lack what goes through x in ``P^T G``:
+    take curvature of ``fun`` and plain kernels.
 
     ``fun`` must read these kernels through `jaxcompact.linear` or the layers of
     `jaxcompact.nnx` and `jaxcompact.linen`.
 
     Raises ValueError, before ``fun`` is traced, where ``subspace`` and ``params`` do
-    not fit (see `Subspace`), and for a ``step`` that is no count.
+    not fit (see `Subspace`), and for a ``step`` that is no count. NotImplementedError
+    for a ``fun`` that takes a derivative itself of what reads a kernel in the subspace
+    (forces, gradient penalties).
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> params = {"kernel": jnp.ones((16, 3)), "bias": jnp.zeros(3)}
@@ -252,33 +271,38 @@ def with_sketches(
     """
     slots = subspace.slots(params)
     generation = subspace.generation(step)
-    # One array of keys a family and stack, so that kernels which are not taken apart
-    # by scan or vmap can be seen to have the same key.
+    # One array of keys a family and stack: what reads them whole has the same.
     key = subspace.key_here()
     keys = {
         (slot.family, slot.stack): slot.keys(key, generation) for slot in slots.values()
     }
 
-    def zeros(path, leaf):
-        slot = slots.get(path_name(path))
+    def zeros(name, leaf):
+        slot = slots.get(name)
         if slot is None:
             return leaf
         return varying_as(leaf, laid_as(jnp.zeros(slot.sketch_shape, leaf.dtype), leaf))
 
-    def kernel(path, leaf, weight):
-        slot = slots.get(path_name(path))
+    def kernel(name, leaf, weight):
+        slot = slots.get(name)
         if slot is None:
             return leaf
-        key = keys[slot.family, slot.stack]
         return SketchedKernel(
-            weight, leaf, key, slot.path, slot.family, slot.projection
+            weight,
+            leaf,
+            keys[slot.family, slot.stack],
+            np.arange(_prod(slot.stack), dtype=np.int32).reshape(slot.stack),
+            slot.path,
+            slot.family,
+            slot.stack,
+            slot.projection,
         )
 
     def of_sketches(tree, *args, **kwargs):
         with shared_sketches():
-            return fun(jax.tree.map_with_path(kernel, tree, params), *args, **kwargs)
+            return fun(map_named(kernel, tree, params), *args, **kwargs)
 
-    return of_sketches, jax.tree.map_with_path(zeros, params)
+    return of_sketches, map_named(zeros, params)
 
 
 def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
@@ -293,7 +317,8 @@ def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
         rank = projection.rank_of(width)
     except ValueError as error:
         raise ValueError(f"rules[{pattern!r}] for {name!r}: {error}") from None
-    module = name.rpartition("/")[0].rpartition("/")[0]
+    # Of Linen's variables and of their "params" it is the same.
+    module = name.removeprefix("params/").rpartition("/")[0].rpartition("/")[0]
     family = f"{module}:{width}:{rank}:{projection.kind}:{projection.codec}"
     if projection.blocks > 1:
         family += f":{projection.blocks}"

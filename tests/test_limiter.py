@@ -36,6 +36,14 @@ def test_a_zero_update_does_not_freeze_the_parameter():
     np.testing.assert_array_equal(updates, 1.0)
 
 
+def test_complex_updates_have_their_size():
+    tx = jc.limit_norm_growth(gamma=2.0)
+    state = tx.init(jnp.zeros(1, jnp.complex64))
+    _, state = tx.update(jnp.array([3j]), state)
+    updates, _ = tx.update(jnp.array([9j]), state)
+    np.testing.assert_allclose(updates, [6j])
+
+
 def test_keeps_dtypes():
     tx = jc.limit_norm_growth()
     params = jnp.ones(3, jnp.bfloat16)

@@ -266,6 +266,84 @@ def test_kernels_of_two_layers_on_one_input_keep_their_own_projection():
                 )
 
 
+def taken(kernel, *index):
+    return jax.tree.map(lambda a: a[index], kernel)
+
+
+def experts(params, x):
+    """In each layer one that all tokens read, beside two that are taken by hand."""
+
+    def layer(x, p):
+        y = jc.linear(x, p["shared"])
+        for e in range(2):
+            y += jc.linear(x, taken(p["routed"], e))
+        return jnp.tanh(y), None
+
+    return jax.lax.scan(layer, x, params["mlp"])[0].sum()
+
+
+def other_experts(params, x):
+    """No scan: the shared one of a layer first, then experts of others."""
+    y = jc.linear(x, taken(params["mlp"]["shared"], 1))
+    for index in ((0, 1), (2, 0)):
+        y += jc.linear(x, taken(params["mlp"]["routed"], *index))
+    return jnp.tanh(y).sum()
+
+
+@pytest.mark.parametrize("fun", [experts, other_experts])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_kernels_share_no_sketch_but_of_one_layer(fun, jitted):
+    """Of one module and width, stacked otherwise: keys of other numbers."""
+    keys = jax.random.split(jax.random.key(3), 2)
+    params = {
+        "mlp": {
+            "shared": jax.random.normal(keys[0], (3, N, N)) / 4,
+            "routed": jax.random.normal(keys[1], (3, 2, N, N)) / 4,
+        }
+    }
+    space, x = subspace("mlp/.*"), layer_input()
+    grad = jc.value_and_grad(fun, space)
+    got = (jax.jit(grad) if jitted else grad)(params, x, step=0)[1]
+    full = jax.grad(fun)(params, x)
+    for name, slot in space.slots(params).items():
+        found, exact = (t["mlp"][name.split("/")[1]] for t in (got, full))
+        p = [slot.projection.matrix(k, N) for k in slot.keys(space.key, 0).reshape(-1)]
+        p = jnp.stack(p).reshape(*slot.stack, N, -1)
+        expected = jnp.einsum("...nr,...nm->...rm", p, exact)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_layers_taken_by_hand_share_their_sketch():
+    """As those of a scan do: q and k of one layer, one z; also where all is traced."""
+    space, x = subspace(r"attn/./kernel"), layer_input()
+    kernel = jnp.ones((2, N, M)) / N
+    params = {"attn": {n: {"kernel": kernel} for n in "qk"}}
+
+    def fun(params, x):
+        read = (one_layer(params, 1)["attn"][n]["kernel"] for n in "qk")
+        return sum(jnp.sum(jnp.sin(jc.linear(x, k))) for k in read)
+
+    grad = jc.value_and_grad(fun, space)
+    traced = jax.make_jaxpr(lambda params: grad(params, x, step=0))(params)
+    assert str(traced).count("name=sketch") == 1
+
+
+def test_no_derivative_is_taken_within_the_function():
+    """Of what is a sketch in its backward pass there would be none: zeros, silently."""
+    params = layer_params()
+
+    def force(params, x):
+        value, moved = jax.value_and_grad(loss, argnums=1)(params, x)
+        return value + jnp.sum(moved**2)
+
+    def value_alone(params, x):
+        return jax.vjp(lambda x: loss(params, x), x)[0]
+
+    for fun in (force, value_alone):
+        with pytest.raises(NotImplementedError, match="has no second derivative"):
+            jc.value_and_grad(fun, subspace())(params, layer_input(), step=0)
+
+
 def one_layer(params, i):
     return jax.tree.map(lambda a: a[i], params)
 
@@ -302,6 +380,9 @@ READERS = {
     "matmul": lambda k: jnp.ones(N) @ k,
     "einsum": lambda k: jnp.einsum("nm->m", k),
     "times": lambda k: k * 2.0,
+    "times a kernel": lambda k: 2.0 * k,
+    "less a kernel": lambda k: 1.0 - k,
+    "above": lambda k: k > 0,
     "negative": lambda k: -k,
     "item": lambda k: k[0],
     "numpy": np.asarray,

@@ -27,10 +27,18 @@ def test_a_plain_checkpoint_fits(use_bias):
     assert ("bias" in grads["params"]) == use_bias
 
 
-def test_what_the_sketch_does_not_know_is_refused():
-    layer = clinen.Dense(8, dot_general=jax.lax.dot_general)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dot_general": jax.lax.dot_general},
+        {"promote_dtype": lambda *arrays, **_: arrays},
+    ],
+    ids=["dot_general", "promote_dtype"],
+)
+def test_what_the_sketch_does_not_know_is_refused(given):
+    layer = clinen.Dense(8, **given)
     variables = layer.init(jax.random.key(2), X)
-    with pytest.raises(ValueError, match="dot_general .*'params/kernel', which is in"):
+    with pytest.raises(ValueError, match="dot_general.*'params/kernel', which is in"):
         jc.value_and_grad(lambda v: layer.apply(v, X).sum(), SUBSPACE)(
             variables, step=0
         )

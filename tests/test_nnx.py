@@ -91,12 +91,18 @@ def test_has_aux():
     assert grads["first"]["kernel"].get_value().shape == (4, 8)
 
 
-@pytest.mark.parametrize("argument", ["dot_general", "preferred_element_type"])
+@pytest.mark.parametrize(
+    "argument", ["dot_general", "preferred_element_type", "promote_dtype"]
+)
 def test_what_the_sketch_does_not_know_is_refused(argument):
     def product(*args, **kwargs):
         return jax.lax.dot_general(*args, **kwargs)
 
-    given = {argument: product if argument == "dot_general" else jnp.float32}
+    def promote(arrays, **_):
+        return arrays
+
+    values = {"dot_general": product, "promote_dtype": promote}
+    given = {argument: values.get(argument, jnp.float32)}
     model = nnx.Dict(first=cnnx.Linear(16, 8, rngs=nnx.Rngs(0), **given))
     assert model.first(X).shape == (32, 8)
     with pytest.raises(

@@ -307,6 +307,28 @@ def test_bad_updates(call, message):
         call(tx, tx.init(tree), tree)
 
 
+def test_complex_parameters_keep_their_imaginary_part():
+    tree = {"a": {"kernel": jnp.ones((N, M))}, "c": jnp.ones(2, jnp.complex64)}
+    grads = {"a": {"kernel": jnp.ones((R, M))}, "c": jnp.array([1 + 2j, 3j])}
+    tx = jc.in_subspace(subspace(), optax.trace(0.5))
+    updates, state = tx.update(grads, tx.init(tree), tree)
+    np.testing.assert_array_equal(updates["c"], grads["c"])
+    updates, _ = tx.update(grads, state, tree)
+    np.testing.assert_allclose(updates["c"], 1.5 * grads["c"])
+
+
+def test_optax_finds_what_of_the_state_is_shaped_like_parameters():
+    tree = params()
+    tx = jc.subspace_adamw(1e-3, subspace())
+    state = tx.init(tree)
+    found = optax.tree_map_params(tx, lambda a: a + 1.0, state)
+    (adam, *_), (before, *_) = found, state
+    np.testing.assert_array_equal(
+        adam.inner.mu["a"]["kernel"], before.inner.mu["a"]["kernel"] + 1.0
+    )
+    assert adam.inner.mu["a"]["kernel"].shape == (R, M) and adam.count == before.count
+
+
 def test_bad_moment():
     with pytest.raises(
         ValueError, match="moment must be one of keep, reset, transfer, got 'x'"

@@ -20,6 +20,28 @@ SIZES = [
 ]
 
 
+KINDS_OF_P = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_P)
+def test_p_does_not_depend_on_the_width_of_jaxs_dtypes(kind):
+    """Or a run resumed under another would go on with another P."""
+    projection, key = jc.Projection(8, kind), jax.random.key(3)
+    narrow = projection.matrix(key, 16)
+    with jax.enable_x64(True):
+        wide = projection.matrix(key, 16)
+    assert wide.dtype == narrow.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, narrow)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
+def test_integers_are_projected_as_floats(dtype):
+    key, x = jax.random.key(0), jnp.arange(32).reshape(2, 16).astype(dtype)
+    found = jc.Projection(4).project(key, x)
+    expected = jc.Projection(4).project(key, x.astype(jnp.float32))
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "rank", "blocks"), SIZES)
 def test_unbiased_with_the_promised_variance(kind, width, rank, blocks):
@@ -112,10 +134,13 @@ def test_rank_of(rank, width, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 0}, "rank must be a positive number, got 0"),
-        ({"rank": -0.5}, "rank must be a positive number, got -0.5"),
-        ({"rank": float("nan")}, "rank must be a positive number, got nan"),
-        ({"rank": True}, "rank must be a positive number, got True"),
+        ({"rank": 0}, "rank must be a positive int or float of Python, got 0"),
+        ({"rank": -0.5}, "rank must be a positive int or float of Python, got -0.5"),
+        (
+            {"rank": float("nan")},
+            "rank must be a positive int or float of Python, got nan",
+        ),
+        ({"rank": True}, "rank must be a positive int or float of Python, got True"),
         ({"rank": 1.5}, "fraction of the width of at most 1.0, got 1.5"),
         ({"rank": 4, "kind": "fourier"}, "kind must be one of .*, got 'fourier'"),
         ({"rank": 4, "alpha": 0.0}, "alpha must be positive and finite, got 0.0"),

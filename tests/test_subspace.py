@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,54 @@ def test_a_kernel_called_value_keeps_its_name():
     params = {"attn": {name: jnp.ones((16, 4)) for name in ("query", "value")}}
     slots = subspace({"attn/.*": jc.Projection(rank=4)}).slots(params)
     assert set(slots) == {"attn/query", "attn/value"}
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Attention:
+    query: jax.Array
+    value: jax.Array
+
+
+def test_a_field_called_value_keeps_its_name():
+    slots = subspace({"attn/.*": jc.Projection(rank=4)}).slots(
+        {"attn": Attention(jnp.ones((16, 4)), jnp.ones((16, 4)))}
+    )
+    assert set(slots) == {"attn/query", "attn/value"}
+
+
+def test_two_leaves_of_one_name_are_refused():
+    params = {"a/b": jnp.ones((16, 8)), "a": {"b": jnp.ones((32, 8))}}
+    with pytest.raises(ValueError, match="params: two leaves have the name 'a/b'"):
+        subspace({"a/b": jc.Projection(4)}).slots(params)
+
+
+def test_equal_ones_have_one_hash_and_the_order_of_rules_counts():
+    one, two = jc.Projection(4), jc.Projection(8)
+    space = subspace({"a": one, "b.*": two})
+    assert space == subspace({"a": one, "b.*": two})
+    assert hash(space) == hash(subspace({"a": one, "b.*": two}))
+    assert space != subspace({"b.*": two, "a": one})
+    assert space != subspace({"a": one, "b.*": two}, key=jax.random.key(1))
+    assert space != subspace({"a": one, "b.*": two}, period=6)
+
+
+def test_linens_variables_and_their_params_have_one_projection():
+    space = subspace({r".*kernel": jc.Projection(4)})
+    inner = {"d": {"kernel": jnp.ones((16, 8))}}
+    (outer,) = space.slots({"params": inner}).values()
+    (slot,) = space.slots(inner).values()
+    assert outer.path == "params/d/kernel"
+    assert (outer.keys(space.key, 0) == slot.keys(space.key, 0)).all()
+
+
+@pytest.mark.parametrize(
+    "step", [-1, 2**31, np.int32(-1), np.int64(2**31), np.uint32(2**31), 0.5, None]
+)
+def test_a_step_that_is_no_count_is_refused(step):
+    with pytest.raises(ValueError, match="step must be the number of updates made"):
+        subspace().generation(step)
+    assert subspace().generation(np.int64(11)) == 2
 
 
 def test_a_penalty_in_the_loss_has_no_gradient():

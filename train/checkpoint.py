@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 import hosts
-from jaxcompact.paths import path_name
+from jaxcompact.paths import named_leaves
 from metrics import NotFinite
 from readers import crc_of
 
@@ -194,8 +194,8 @@ def _without_empty(tree: Any) -> Any:
 
 def _describe(tree: Any) -> dict[str, str]:
     return {
-        path_name(path): f"{leaf.dtype.name}{list(leaf.shape)}"
-        for path, leaf in jax.tree.leaves_with_path(tree)
+        name: f"{leaf.dtype.name}{list(leaf.shape)}"
+        for name, leaf in named_leaves(tree)
     }
 
 

@@ -26,7 +26,7 @@ from huggingface import (
     some,
     write_tensors,
 )
-from jaxcompact.paths import path_name
+from jaxcompact.paths import named_leaves
 
 _PREFIX = "transformer."  # which the hub's own gpt2 leaves out
 _WORDS = "wte.weight"
@@ -85,8 +85,7 @@ def load_gpt2(directory: str | Path, **model_kwargs: Any) -> Gpt2:
     def make() -> Gpt2:
         return Gpt2(cfg, rngs=nnx.Rngs(0), **model_kwargs)
 
-    params = jax.tree.leaves_with_path(nnx.state(nnx.eval_shape(make)))
-    paths = [path_name(path) for path, _ in params]
+    paths = [path for path, _ in named_leaves(nnx.state(nnx.eval_shape(make)))]
     expected = {name for path in paths for name in _names(path, cfg, prefix)}
     require_tensors(directory, tensors, expected)
     require_tied(directory, tensors, prefix + _WORDS)

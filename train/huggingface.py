@@ -12,12 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcompact.paths import path_name
+from jaxcompact.paths import map_named, named_leaves
 from readers import DataError, require
 
 _KINDS = {
@@ -192,9 +191,9 @@ def filled(
     graphdef, params = nnx.split(nnx.eval_shape(make_model))
 
     def leaf(path, param):
-        return jnp.asarray(value(path_name(path), param.shape), param.dtype)
+        return jnp.asarray(value(path, param.shape), param.dtype)
 
-    return nnx.merge(graphdef, jax.tree.map_with_path(leaf, params))
+    return nnx.merge(graphdef, map_named(leaf, params))
 
 
 def write_tensors(
@@ -208,8 +207,8 @@ def write_tensors(
     Raises OSError, and leaves nothing new, if it cannot be written.
     """
     tensors = {}
-    for key_path, param in jax.tree.leaves_with_path(params):
-        path, parts = path_name(key_path), np.asarray(param)
+    for path, param in named_leaves(params):
+        parts = np.asarray(param)
         if not path.startswith("layers/"):
             parts = parts[None]
         for name, part in zip(names(path), parts, strict=True):

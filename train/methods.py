@@ -12,7 +12,7 @@ import optax
 import jaxcompact as jc
 from jaxcompact.kernels.explicit import like
 from jaxcompact.optimizers import Moment
-from jaxcompact.paths import path_name
+from jaxcompact.paths import map_named
 from jaxcompact.projection import Kind
 
 Name = Literal["exact", "remat", "compact", "galore"]
@@ -185,10 +185,10 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 def scaled(pattern: str, scale: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Scales the updates of the parameters whose path matches."""
 
-    def leaf(path, update):
-        return update * scale if re.fullmatch(pattern, path_name(path)) else update
+    def leaf(name, update):
+        return update * scale if re.fullmatch(pattern, name) else update
 
-    return optax.stateless(lambda updates, _: jax.tree.map_with_path(leaf, updates))
+    return optax.stateless(lambda updates, _: map_named(leaf, updates))
 
 
 def _galore(
@@ -197,10 +197,10 @@ def _galore(
     """optax's GaLore on each layer of the stacked matrices, and on nothing else."""
 
     def unstacked(tree):
-        def leaf(path, x):
-            return list(x) if re.fullmatch(MATRICES, path_name(path)) else x
+        def leaf(name, x):
+            return list(x) if re.fullmatch(MATRICES, name) else x
 
-        return jax.tree.map_with_path(leaf, tree)
+        return map_named(leaf, tree)
 
     def dimensions(tree):  # of an unstacked tree: its lists are the matrices
         def node(x):

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import huggingface
 from configs import RobertaConfig
 from huggingface import open_tensors, read_parameter, require_tensors, write_tensors
-from jaxcompact.paths import path_name
+from jaxcompact.paths import map_named, named_leaves
 from roberta import Roberta
 
 # Module here -> Hugging Face's, one for each layer.
@@ -126,19 +125,18 @@ def load_roberta(
     model = Roberta(cfg, rngs=rngs or nnx.Rngs(0), **model_kwargs)
     state = nnx.state(model, nnx.Param)
 
-    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(state)]
+    paths = [path for path, _ in named_leaves(state)]
     read = {p for p in paths if not (new_head and p.startswith(_HEADS))}
     require_tensors(directory, tensors, {n for p in read for n in _names(p, cfg)})
 
-    def filled(key_path, param):
-        path = path_name(key_path)
+    def filled(path, param):
         if path not in read:
             return param
         names = _names(path, cfg)
         value = read_parameter(directory, tensors, path, names, param.shape)
         return jnp.asarray(value, param.dtype)
 
-    nnx.update(model, jax.tree.map_with_path(filled, state))
+    nnx.update(model, map_named(filled, state))
     return model
 
 

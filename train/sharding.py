@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxcompact.paths import path_name
+from jaxcompact.paths import map_named
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
@@ -79,11 +79,11 @@ def shares_of_batch(mesh: Mesh) -> int:
 def placed(abstract: Any, mesh: Mesh) -> Any:
     """The shapes of a state with the sharding of each leaf, from its path."""
 
-    def leaf(path, x):
-        sharding = NamedSharding(mesh, spec_of(path_name(path), x.shape, mesh))
+    def leaf(name, x):
+        sharding = NamedSharding(mesh, spec_of(name, x.shape, mesh))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map_with_path(leaf, abstract)
+    return map_named(leaf, abstract)
 
 
 def spec_of(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:

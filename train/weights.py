@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -27,7 +26,7 @@ from huggingface import (
     transposed,
     write_tensors,
 )
-from jaxcompact.paths import path_name
+from jaxcompact.paths import named_leaves
 from llama import Llama
 
 # Parameter -> Hugging Face's tensor, one for each layer. In llama2.c's order.
@@ -174,8 +173,7 @@ def _make(cfg: ModelConfig, **model_kwargs: Any) -> Llama:
 
 def _shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     model = nnx.eval_shape(lambda: _make(cfg))
-    params = jax.tree.leaves_with_path(nnx.state(model))
-    return {path_name(path): param.shape for path, param in params}
+    return {path: param.shape for path, param in named_leaves(nnx.state(model))}
 
 
 def _names(path: str, cfg: ModelConfig) -> list[str]:

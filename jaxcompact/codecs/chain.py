@@ -48,7 +48,7 @@ class Chain(Codec):
     def __init__(self, *codecs: Codec):
         if not codecs or not all(isinstance(codec, Codec) for codec in codecs):
             raise ValueError(f"codecs must be one or more codecs, got {codecs!r}")
-        if any(isinstance(codec, Offload) for codec in codecs[:-1]):
+        if any(map(_offloads, codecs[:-1])):
             raise ValueError(f"codecs must have Offload last, got {codecs!r}")
         object.__setattr__(self, "codecs", codecs)
 
@@ -98,6 +98,11 @@ class Chain(Codec):
             last.host_nbytes(leaf.shape, leaf.dtype)
             for leaf in _leaves(before, shape, dtype)
         )
+
+
+def _offloads(codec: Codec) -> bool:
+    inside = codec.codecs if isinstance(codec, Chain) else ()
+    return isinstance(codec, Offload) or any(map(_offloads, inside))
 
 
 def _leaves(codecs: list[Codec], shape: tuple[int, ...], dtype: Any) -> list[Any]:

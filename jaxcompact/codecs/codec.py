@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.kernels.explicit import gathered, part, typed
+from jaxcompact.kernels.quantize.levels import saturated
 
 
 class Codec:
@@ -85,7 +86,12 @@ def merged(shape: tuple[int, ...], least: int) -> tuple[int, ...]:
 
 def in_rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``x``, trailing axes merged: of these the first one alone may be shared."""
-    return gathered(x, *range(len(shape), x.ndim)).reshape(shape)
+    return gathered(narrowed(x), *range(len(shape), x.ndim)).reshape(shape)
+
+
+def narrowed(x: jax.Array) -> jax.Array:
+    """float64 as float32, the arithmetic's, of which it saturates."""
+    return saturated(x, jnp.float32) if x.dtype == jnp.float64 else x
 
 
 def in_parts(rows: jax.Array, axis: int, group: int) -> tuple[jax.Array, int]:

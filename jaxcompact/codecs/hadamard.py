@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcompact.codecs.codec import Codec, is_float
+from jaxcompact.codecs.codec import Codec, is_float, narrowed
 from jaxcompact.kernels.quantize.levels import saturated
 from jaxcompact.kernels.quantize.reference import join_groups, split_groups
 
@@ -62,7 +62,7 @@ class Hadamard(Codec):
         if x.ndim == 0:
             return x
         limit = _MAX / (2 * self.block**0.5)
-        values = x.astype(jnp.float32)
+        values = narrowed(x).astype(jnp.float32)
         values = jnp.where(jnp.isinf(values), values, jnp.clip(values, -limit, limit))
         parts, start, block = [], 0, self.block
         while start < x.shape[-1]:

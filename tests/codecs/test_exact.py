@@ -128,6 +128,8 @@ def test_offloading_changes_no_gradient():
 def test_chains_say_what_is_wrong():
     with pytest.raises(ValueError, match="must have Offload last"):
         Chain(Offload(), Quantized(4))
+    with pytest.raises(ValueError, match="codecs must have Offload last"):
+        Chain(Chain(Offload()), Quantized(4))
     with pytest.raises(ValueError, match="one or more codecs, got \\(\\)"):
         Chain()
     with pytest.raises(ValueError, match="one or more codecs"):

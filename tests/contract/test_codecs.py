@@ -321,6 +321,15 @@ def test_dtypes_of_64_bits(case):
 
 
 @every
+def test_float64_saturates(case):
+    """It is no NaN beyond float32's range, where its arithmetic is."""
+    with jax.enable_x64(True):
+        x = jnp.array([[1e300, -3.0]] * 64, jnp.float64)
+        if case.codec.supports(x.dtype):
+            assert jnp.isfinite(case.codec.decode(case.codec.encode(x))).all()
+
+
+@every
 def test_other_dtypes_are_refused_by_name(case):
     for dtype in (jnp.float32, jnp.int32, jnp.bool_, jnp.complex64):
         x = jnp.zeros(8, dtype)

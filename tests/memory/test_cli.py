@@ -99,6 +99,7 @@ def test_an_error_ends_the_process(run):
             ["my_module:make_step", "--largest-batch", "--batch", "0"],
             "--batch goes without --largest-batch",
         ),
+        (["my_module:make_step", "--batch", "-3"], "--batch must be positive, got -3"),
         (
             ["my_module:make_step", "--largest-batch", "--measure"],
             "--measure goes without --largest-batch",

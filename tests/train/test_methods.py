@@ -12,6 +12,7 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import methods
 from configs import ModelConfig
+from jaxcompact.paths import map_named
 from jaxcompact.subspace import with_sketches
 from llama import Llama
 from methods import Method
@@ -36,12 +37,12 @@ def gradients(method: Method, params):
     subspace = method.subspace(0)
     slots = {} if subspace is None else subspace.slots(params)
 
-    def leaf(path, x):
-        slot = slots.get(methods.path_name(path))
+    def leaf(name, x):
+        slot = slots.get(name)
         shape = x.shape if slot is None else slot.sketch_shape
         return jax.random.normal(jax.random.key(x.size), shape)
 
-    return jax.tree.map_with_path(leaf, params)
+    return map_named(leaf, params)
 
 
 def sizes(state) -> int:
