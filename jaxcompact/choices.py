@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcompact.graph import Op
+from jaxcompact.graph import Op, pinned
 
 _WINDOW = 64  # entries of the largest pooling window whose choice is taken
 
@@ -102,13 +102,18 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
 
 
 def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
-    """What the operation makes of other operands if it chooses so; linear in them."""
+    """What the operation makes of other operands if it chooses so.
+
+    Its derivative is linear in them; of a max of two, a clamp the value is their own.
+    """
     params, x = op.eqn.params, values[0]
     match op.kind:
         case "max" | "min":
             x, y = values
             both = x / 2 + y / 2
-            return [jnp.where(choice == 0, x, jnp.where(choice == 2, y, both))]
+            chosen = jnp.where(choice == 0, x, jnp.where(choice == 2, y, both))
+            # A bound, as what is divided by may have, is one of the value as well.
+            return [pinned(lax.stop_gradient(op.bind(*values)[0]), chosen)]
         case "abs":
             return [jnp.where(choice == 1, x, -x)]
         case "sign":
@@ -117,7 +122,8 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
             low, x, high = values
             held = lax.stop_gradient(lax.clamp(*values))
             inside = jnp.where(choice == 1, x, held)
-            return [jnp.where(choice == 0, low, jnp.where(choice == 2, high, inside))]
+            chosen = jnp.where(choice == 2, high, inside)
+            return [pinned(held, jnp.where(choice == 0, low, chosen))]
         case "sort":
             axis = params["dimension"]
             return [jnp.take_along_axis(v, choice, axis) for v in values]

@@ -4,9 +4,10 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
-from jaxcompact.kinds import ELEMENTWISE
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"
+_COMPARES = "eq", "ge", "gt", "le", "lt", "ne", "sign"
 Readers = Mapping[int, Sequence[Op]]
 
 
@@ -21,8 +22,9 @@ def decides(
         return any(
             inner.kind in (*_ROUNDS, "sign")
             or (inner.kind == "convert_element_type" and _of_bool(inner))
-            for body in inner_jaxprs(op)
-            for inner in graph_of(body).ops
+            or _chooses_constants(inner, body)
+            for body in map(graph_of, inner_jaxprs(op))
+            for inner in body.ops
         )
     if op.kind not in ELEMENTWISE:
         return False
@@ -45,6 +47,22 @@ def is_of_a_fraction(op: Op, readers: Readers, data: Collection[int]) -> bool:
     )
 
 
+def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
+    """Which of them a backward rule compares with something, or rounds.
+
+    As they are or after operations on each entry.
+    """
+    origins = {v: {v} for v in residuals if is_float(rule.avals[v])}
+    found: set[int] = set()
+    for op in rule.ops:
+        of_op = set().union(*(origins.get(v, ()) for v in op.reads))
+        if op.kind in _COMPARES or op.kind in _ROUNDS:
+            found |= of_op
+        elif op.kind in ELEMENTWISE or op.kind in LAYOUT or renames(op):
+            origins |= dict.fromkeys(op.outs, of_op)
+    return found
+
+
 def limit(op: Op, output: int, graph: Graph) -> int | None:
     """For integers known to lie in ``[0, limit)``."""
     if op.kind in ("argmax", "argmin"):
@@ -53,6 +71,13 @@ def limit(op: Op, output: int, graph: Graph) -> int | None:
     if op.kind == "top_k" and output == 1:
         return graph.avals[op.reads[0]].shape[op.eqn.params.get("axis", -1)]
     return None
+
+
+def _chooses_constants(op: Op, graph: Graph) -> bool:
+    """Whether it makes an output of the graph, a step between constants."""
+    if op.kind != "select_n" or op.outs[0] not in graph.outputs:
+        return False
+    return graph.independent_of(graph.inputs).issuperset(op.reads[1:])
 
 
 def _of_bool(op: Op) -> bool:

@@ -28,6 +28,79 @@ _TERMS = 8  # of the longest sum of squares that might vanish as a whole
 _GUARD = 0.1  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
 
+class _Facts:
+    """What is known of a graph's values, each from those before it.
+
+    Attributes:
+        made_by: value -> the operation that makes it.
+        squares: whose entries are squares, or squares with factors.
+        positive: whose entries are zero or more.
+        ones: value -> what is zero where it is one, of an exponential say.
+        differences: value, made of squares -> the terms of the difference that is
+            squared, unless one is a mean or the like.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.made_by = {value: op for op in graph.ops for value in op.outs}
+        self.squares: set[int] = set()
+        self.positive: set[int] = set()
+        self.ones: dict[int, list[int]] = {}
+        self.differences: dict[int, list[int]] = {}
+        for op in graph.ops:
+            self._add(op)
+
+    def _add(self, op: Op) -> None:
+        layout = op.kind in LAYOUT or renames(op)
+        squared = _squares(op)
+        if squared or (
+            (op.kind in _SQUARED or layout) and not self.squares.isdisjoint(op.reads)
+        ):
+            self.squares.update(op.outs)
+        self.positive.update(self._positive_outputs(op, layout, squared))
+        if op.kind in _ONE_AT_ZERO:
+            self.ones[op.outs[0]] = op.reads
+        elif op.kind == "neg" or layout:
+            self.ones |= dict.fromkeys(op.outs, _union(self.ones, op.reads))
+        if op.kind == "sub":
+            self.differences[op.outs[0]] = self._terms(op)
+        elif (op.kind in _SQUARED and op.kind != "reduce_sum") or squared or layout:
+            terms = _union(self.differences, op.reads)
+            self.differences |= dict.fromkeys(op.outs, terms)
+
+    def _positive_outputs(self, op: Op, layout: bool, squared: bool) -> list[int]:
+        if op.kind in _POSITIVE or squared:
+            return list(op.outs)
+        if op.kind == "max" and any(map(self.is_positive, op.ins)):
+            return list(op.outs)
+        if op.kind == "custom_jvp_call":  # as relu
+            found = [(_Facts(body), body.outputs) for body, _ in bodies(op)]
+            inside = [f.is_positive(v) for f, outputs in found for v in outputs]
+            return list(op.outs) if inside and all(inside) else []
+        through = op.kind in _SUMS or layout
+        return list(op.outs) if through and all(map(self.is_positive, op.ins)) else []
+
+    def is_positive(self, value: int | Literal) -> bool:
+        return value.val >= 0 if isinstance(value, Literal) else value in self.positive
+
+    def _terms(self, op: Op) -> list[int]:
+        size = self.graph.avals[op.outs[0]].size
+        sizes = [self.graph.avals[self.narrow(v)].size for v in op.reads]
+        return op.reads if len(sizes) == 2 and min(sizes) >= size else []
+
+    def narrow(self, value: int) -> int:
+        """In front of a broadcast."""
+        op = self.made_by.get(value)
+        while op and (op.kind in LAYOUT or renames(op)) and len(op.reads) == 1:
+            value = op.reads[0]
+            op = self.made_by.get(value)
+        return value
+
+
+def _union(found: Mapping[int, list[int]], values: Collection[int]) -> list[int]:
+    return list(dict.fromkeys(u for v in values for u in found.get(v, ())))
+
+
 def find_divisors(
     graph: Graph, fixed: Collection[int], steep: Collection[int] = ()
 ) -> set[int]:
@@ -38,29 +111,22 @@ def find_divisors(
     nothing of the tensor that is normalized. ``steep``: values that are read so outside
     of the graph.
     """
-    made_by = {value: op for op in graph.ops for value in op.outs}
+    facts = _Facts(graph)
     found: set[tuple[int, bool]] = set()
-
-    def follow(value: int, squared: bool = False) -> None:
-        floating = jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
-        if (value, squared) in found or value in fixed or not floating:
-            return
-        found.add((value, squared))
-        op = made_by.get(value)
-        if op is not None:
-            squared |= _squares(op)
-            for source in _sources(op, value, squared, graph, made_by):
-                follow(source, squared)
-
-    for value in steep:
-        follow(value)
+    todo = [(v, False) for v in steep]
     for op in graph.ops:
         for value in steeply_read(op):
-            follow(value)
-            source = made_by.get(value)
-            if op.kind in _STEEP_AT_ONE and source and source.kind in ("add", "sub"):
-                for term in source.reads:
-                    follow(term)
+            todo += [(v, False) for v in (value, *_beside_one(op, value, facts))]
+    while todo:
+        value, squared = todo.pop()
+        floating = jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
+        if (value, squared) in found or value in fixed or not floating:
+            continue
+        found.add((value, squared))
+        op = facts.made_by.get(value)
+        if op is not None:
+            squared |= _squares(op)
+            todo += [(v, squared) for v in _sources(op, value, squared, facts)]
     return {value for value, _ in found}
 
 
@@ -68,31 +134,44 @@ def find_norms(graph: Graph, fixed: Collection[int]) -> set[int]:
     """Where `find_divisors` ends: norms, variances, and what is made of them and read.
 
     Of a row or channel that is small beside its neighbours nothing may be left once it
-    is rounded; its norm, made again, would be zero. In front of a broadcast.
+    is rounded; its norm, made again, would be zero. In front of a broadcast. A sum that
+    a constant guards is one as well.
     """
-    made_by = {value: op for op in graph.ops for value in op.outs}
-
-    def is_norm(value: int, squared: bool, seen: set[tuple[int, bool]]) -> bool:
-        op = made_by.get(value)
-        if op is None or value in fixed or (value, squared) in seen:
-            return False
-        seen.add((value, squared))
-        squared |= _squares(op)
-        sources = _sources(op, value, squared, graph, made_by)
-        if op.kind in REDUCTIONS and not sources:
-            return True
-        return any(is_norm(v, squared, seen) for v in sources)
-
+    facts = _Facts(graph)
     found = set()
     for op in graph.ops:
-        for value in (_narrow(v, made_by) for v in steeply_read(op)):
-            near = [value]
-            source = made_by.get(value)
-            if op.kind in _STEEP_AT_ONE and source and source.kind in ("add", "sub"):
-                near += source.reads
-            if any(is_norm(v, False, set()) for v in near):
+        for value in map(facts.narrow, steeply_read(op)):
+            near = [value, *_beside_one(op, value, facts)]
+            if any(_is_norm(v, fixed, facts) for v in near):
                 found.add(value)
     return found
+
+
+def _is_norm(value: int, fixed: Collection[int], facts: _Facts) -> bool:
+    """Whether it is made of one, by what is followed back."""
+    seen: set[tuple[int, bool, bool]] = set()
+    todo = [(value, False, False)]
+    while todo:
+        value, squared, guarded = item = todo.pop()
+        op = facts.made_by.get(value)
+        if op is None or value in fixed or item in seen:
+            continue
+        seen.add(item)
+        squared |= _squares(op)
+        sources = _sources(op, value, squared, facts)
+        if op.kind in REDUCTIONS and (guarded or not sources):
+            return True
+        if op.kind in ("max", "clamp") and not sources:
+            guarded, sources = True, op.reads
+        todo += [(v, squared, guarded) for v in sources]
+    return False
+
+
+def _beside_one(op: Op, value: int, facts: _Facts) -> list[int]:
+    """The terms of a sum whose difference from one is what counts."""
+    source = facts.made_by.get(value)
+    steep = op.kind in _STEEP_AT_ONE and source and source.kind in ("add", "sub")
+    return source.reads if steep else []
 
 
 def steeply_read(op: Op) -> list[int]:
@@ -130,19 +209,18 @@ def _steep_inputs(op: Op, outs: Collection[int] = ()) -> list[int]:
     return sorted(found)
 
 
-def _sources(
-    op: Op, value: int, squared: bool, graph: Graph, made_by: Mapping[int, Op]
-) -> Collection[int]:
+def _sources(op: Op, value: int, squared: bool, facts: _Facts) -> Collection[int]:
     """What is zero, or near it, where ``value`` is, which the operation made.
 
     ``squared``: what is divided by is a square of the value, or made of one.
     """
     if op.kind == "reduce_sum":
         (source,) = op.reads
-        terms = graph.avals[source].size // max(graph.avals[value].size, 1)
-        norm = squared or _is_square(source, made_by)
+        avals = facts.graph.avals
+        terms = avals[source].size // max(avals[value].size, 1)
+        norm = squared or source in facts.squares
         if norm and terms > _TERMS:  # only differences may vanish as a whole
-            return _difference(source, graph, made_by)
+            return facts.differences.get(source, ())
         return op.reads
     constants = [v.val for v in op.ins if isinstance(v, Literal)]
     least = op.ins[:1] if op.kind == "clamp" else op.ins
@@ -151,74 +229,12 @@ def _sources(
             return ()
     if op.kind in ("add", "sub") and constants:
         if op.kind == "add" and constants[0] >= _GUARD:
-            if all(_is_positive(v, made_by) for v in op.reads):
+            if all(map(facts.is_positive, op.reads)):
                 return ()
-        return [*op.reads, *(u for v in op.reads for u in _of_one(v, made_by))]
+        return [*op.reads, *_union(facts.ones, op.reads)]
     if op.kind in LAYOUT or op.kind in _THROUGH or renames(op):
         return op.reads
     return _steep_inputs(op, [op.outs.index(value)])
-
-
-def _difference(value: int, graph: Graph, made_by: Mapping[int, Op]) -> Collection[int]:
-    """Of squares of a difference: its terms, unless one is a mean or the like."""
-    op = made_by.get(value)
-    if op is None:
-        return ()
-    if op.kind == "sub":
-        size = graph.avals[value].size
-        sizes = [graph.avals[_narrow(v, made_by)].size for v in op.reads]
-        return op.reads if len(sizes) == 2 and min(sizes) >= size else ()
-    through = op.kind in _SQUARED or _squares(op) or op.kind in LAYOUT or renames(op)
-    reads = dict.fromkeys(op.reads if through and op.kind != "reduce_sum" else ())
-    return [u for v in reads for u in _difference(v, graph, made_by)]
-
-
-def _narrow(value: int, made_by: Mapping[int, Op]) -> int:
-    """In front of a broadcast."""
-    op = made_by.get(value)
-    while op and (op.kind in LAYOUT or renames(op)) and len(op.reads) == 1:
-        value = op.reads[0]
-        op = made_by.get(value)
-    return value
-
-
-def _of_one(value: int, made_by: Mapping[int, Op]) -> Collection[int]:
-    """What is zero where the value, an exponential say, is one."""
-    op = made_by.get(value)
-    if op is None:
-        return ()
-    if op.kind in _ONE_AT_ZERO:
-        return op.reads
-    through = op.kind == "neg" or op.kind in LAYOUT or renames(op)
-    return [u for v in op.reads for u in _of_one(v, made_by)] if through else ()
-
-
-def _is_positive(value: int | Literal, made_by: Mapping[int, Op]) -> bool:
-    """Whether its entries are known to be zero or more."""
-    if isinstance(value, Literal):
-        return value.val >= 0
-    op = made_by.get(value)
-    if op is None:
-        return False
-    if op.kind in _POSITIVE or _squares(op):
-        return True
-    if op.kind == "max":
-        return any(_is_positive(v, made_by) for v in op.ins)
-    if op.kind == "custom_jvp_call":  # as relu
-        outs = [(b, o) for b, _ in bodies(op) for o in b.outputs]
-        inner = [({v: p for p in b.ops for v in p.outs}, o) for b, o in outs]
-        return bool(inner) and all(_is_positive(o, by) for by, o in inner)
-    through = op.kind in _SUMS or op.kind in LAYOUT or renames(op)
-    return through and all(_is_positive(v, made_by) for v in op.ins)
-
-
-def _is_square(value: int, made_by: Mapping[int, Op]) -> bool:
-    """Whether its entries are squares, or squares with factors."""
-    op = made_by.get(value)
-    if op is None or _squares(op):
-        return op is not None
-    through = op.kind in _SQUARED or op.kind in LAYOUT or renames(op)
-    return through and any(_is_square(v, made_by) for v in op.reads)
 
 
 def _squares(op: Op) -> bool:

@@ -218,6 +218,15 @@ def on_host(x: Any) -> bool:
     return aval.memory_space == jax.memory.Space.Host
 
 
+@jax.custom_jvp
+def pinned(given, value):
+    """``given``, whose tangent is that of ``value``."""
+    return given
+
+
+pinned.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
 def is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
 

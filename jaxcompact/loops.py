@@ -110,7 +110,7 @@ def _infinite_outputs(op: Op, infinite: Sequence[bool]) -> set[int]:
 
 
 def _is_logarithm(graph: Graph, value: int) -> bool:
-    """Whether exp is taken of it, with no more than something added to it.
+    """Whether exp is taken of it, with a constant factor and something added to it.
 
     As of the log-probabilities of a hidden Markov model, of CTC, of optimal transport:
     an absolute error of one is a relative one of what they stand for. Not of softplus,
@@ -120,7 +120,12 @@ def _is_logarithm(graph: Graph, value: int) -> bool:
     for op in graph.ops:
         if found.isdisjoint(op.reads):
             continue
-        if op.kind in LAYOUT or op.kind in _SHIFTS:
+        scale = op.ins[1:] if op.kind == "div" else op.ins
+        scaled = op.kind == "neg" or (
+            op.kind in ("div", "mul")
+            and any(isinstance(v, Literal) or v in constants for v in scale)
+        )
+        if op.kind in LAYOUT or op.kind in _SHIFTS or scaled:
             found.update(op.outs)
         elif is_any(op, _EXPONENTIALS) and not expensive(op):
             if not any(isinstance(v, Literal) or v in constants for v in op.ins):

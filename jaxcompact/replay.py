@@ -17,9 +17,21 @@ from jax.extend.core import Literal
 
 from jaxcompact.choices import choices, choose, follow
 from jaxcompact.codecs import Codec
-from jaxcompact.divisors import steeply_read
-from jaxcompact.graph import Graph, Op, Value, graph_of, on_host, read, renewed, tie
+from jaxcompact.decisions import decided
+from jaxcompact.divisors import find_divisors, steeply_read
+from jaxcompact.graph import (
+    Graph,
+    Op,
+    Value,
+    graph_of,
+    on_host,
+    pinned,
+    read,
+    renewed,
+    tie,
+)
 from jaxcompact.kinds import BLOCKS, LINEAR_ALGEBRA, expensive, is_any
+from jaxcompact.loops import infinities
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
 from jaxcompact.regions import Region, find_regions
@@ -191,13 +203,54 @@ class Replay:
         made_of_fixed = program.made_of(fixed)[len(graph.outputs) :]
         self.fixed = {s for s, f in zip(self.sources, made_of_fixed, strict=True) if f}
         self.avals = {s: v.aval for s, v in zip(self.sources, variables, strict=True)}
+        self.infinite = self._find_infinite()
+        self.steep, self.decided = self._read_by_rules()
         for source in self.sources:
-            if source in self.links or source in self.fixed:
+            value = self.links.get(source, source)
+            if source in self.fixed:
                 continue
-            if isinstance(source, Residual):
+            if value in self.steep or value in self.decided:  # also what has links
+                self.chosen[value] = self._decide_residual(source)
+            elif source in self.links:
+                continue
+            elif isinstance(source, Residual):
                 self.chosen[source] = self._decide_residual(source)
             elif isinstance(source, Choice):
                 self.chosen[source] = self._decide(self._choice(source), source)
+
+    def _find_infinite(self) -> set[Source]:
+        """Residuals that an infinity is written into by the rule that makes them."""
+        if not self.trees:
+            return set()
+        graph = graph_of(self.forward.jaxpr)
+        found = infinities(graph)
+        made = graph.outputs[len(self.graph.outputs) :]
+        return {s for s, v in zip(self.sources, made, strict=True) if v in found}
+
+    def _read_by_rules(self) -> tuple[set[Source], set[Source]]:
+        """What rules of `jax.custom_vjp` divide by, and what they decide by."""
+        steep: set[Source] = set()
+        decides: set[Source] = set()
+        for op, tree in self.trees.items():
+            if op.kind != "custom_vjp_call":
+                continue
+            sources = [Residual(op, k) for k in range(tree.num_leaves)]
+            cts = [self.graph.avals[v].to_ct_aval() for v in op.outs if self._moves(v)]
+
+            def rule(leaves, cts, tree=tree):
+                return jax.tree.unflatten(tree, leaves)(cts)
+
+            avals = [self.avals[s] for s in sources]
+            graph = graph_of(jax.make_jaxpr(rule)(avals, cts))
+            residuals = graph.inputs[-len(sources) - len(cts) :][: len(sources)]
+            named = dict(zip(residuals, sources, strict=True))
+            for found, inside in (
+                (steep, find_divisors(graph, ())),
+                (decides, decided(graph, residuals)),
+            ):
+                read = (s for v, s in named.items() if v in inside)
+                found.update(self.links.get(s, s) for s in read if s not in self.fixed)
+        return steep, decides
 
     def _differentiate(self, op: Op, values: list[Any]) -> tuple[list[Any], Any]:
         """A block's outputs, and its backward function, which is a pytree."""
@@ -232,9 +285,15 @@ class Replay:
 
     def _residual(self, source: Residual) -> Tensor:
         aval, op = self.avals[source], source.op
+        value = self.links.get(source, source)
+        special = {"discrete": value in self.decided}
+        if value in self.steep or source in self.infinite:
+            special["divisor"] = True
+        if value in self.tensors.found:
+            return replace(self.tensors.found[value], **special)
         largest = max(self.graph.avals[v].size for v in op.reads)
         out = self.tensors.found.get(op.outs[0])  # of a loop a part may be stored
-        return Tensor(
+        tensor = Tensor(
             name=f"{op.name}.residual{source.k}",
             kind="residual",
             shape=aval.shape,
@@ -245,9 +304,11 @@ class Replay:
             divisor=is_any(op, LINEAR_ALGEBRA)
             or not self.tensors.fixed.issuperset(steeply_read(op)),
         )
+        return replace(tensor, **special)
 
     def _decide_residual(self, source: Residual) -> tuple[Tensor, Action, str]:
-        tensor, action, reason = self._decide(self._residual(source), source)
+        value = self.links.get(source, source)
+        tensor, action, reason = self._decide(self._residual(source), value)
         if isinstance(action, Codec):
             if on_host(self.avals[source]):
                 return tensor, Save(), "already on the host"
@@ -380,7 +441,13 @@ class Replay:
         if all(v in pins for v in op.outs):
             outs = [pins[v] for v in op.outs]
         else:
-            outs = self.bind(op, list(map(held, values)))
+            fixed = list(map(held, values))
+            # A factorization's rule may make another output than the primitive, whose
+            # other triangle is whatever it is.
+            special = op.kind in LINEAR_ALGEBRA
+            outs = (
+                self._differentiate(op, fixed)[0] if special else self.bind(op, fixed)
+            )
             outs = [pins.get(v, o) for v, o in zip(op.outs, outs, strict=True)]
         known = {**env, **dict(zip(op.outs, outs, strict=True))}
         leaves = []
@@ -409,7 +476,7 @@ class Replay:
             return _follow(pins.get(value, out), pins[Slope(value)], root)
         if value not in pins:
             return out
-        return _pinned(pins[value], out) if self._moves(value) else pins[value]
+        return pinned(pins[value], out) if self._moves(value) else pins[value]
 
     def _assign(
         self, inputs: list[bool], stored: list[Source], derived: list[Source]
@@ -535,15 +602,6 @@ class Replay:
         args = [inputs[i] for i, u in enumerate(self.inputs_read) if u]
         args += [*stored, *(derived[i] for i in self.derived)]
         return self.backward.call_in_order(args, _where(cts, self.cts_used))
-
-
-@jax.custom_jvp
-def _pinned(stored, value):
-    """``stored``, whose tangent is that of ``value``."""
-    return stored
-
-
-_pinned.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
 @jax.custom_jvp

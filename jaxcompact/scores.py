@@ -42,43 +42,46 @@ def find_attention(
     def sources(op: Op) -> list[int]:
         return [v for v in op.reads if v not in fixed]
 
-    def origins(value: int, axis: int | None, seen: set[int]) -> dict[int, int | None]:
+    def origins(value: int, axis: int | None) -> dict[int, int | None]:
         """The candidates that a value is cheaply made of, and where its axis lies."""
-        op = made_by.get(value)
-        if value in stops or op is None or op.kind not in CHEAP or not sources(op):
-            return {value: axis}
-        seen.add(value)
-        return {
-            origin: at
-            for source in sources(op)
-            if source not in seen
-            for origin, at in origins(
-                source, _axis_before(op, source, axis, graph), seen
-            ).items()
-        }
+        ends: dict[int, int | None] = {}
+        todo, seen = [(value, axis)], set()
+        while todo:
+            value, axis = todo.pop()
+            op = made_by.get(value)
+            if value in stops or op is None or op.kind not in CHEAP or not sources(op):
+                ends[value] = axis
+            elif value not in seen:
+                seen.add(value)
+                todo += [
+                    (v, _axis_before(op, v, axis, graph)) for v in sources(op)[::-1]
+                ]
+        return ends
 
     def add_scores(value: int, axis: int | None) -> None:
-        for origin, at in origins(value, axis, set()).items():
+        for origin, at in origins(value, axis).items():
             last = graph.avals[origin].ndim - 2
             found.scores.setdefault(origin, max(last, 0) if at is None else at)
 
-    def add_products(value: int, seen: set[int]) -> None:
-        op = made_by.get(value)
-        if op is None or value in seen:
-            return
-        seen.add(value)
-        if op.kind == "dot_general" and is_product(op, fixed, known):
-            for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
-                add_scores(operand, axis)
-        elif op.kind in CHEAP:
-            for source in sources(op):
-                add_products(source, seen)
+    def add_products(value: int) -> None:
+        todo, seen = [value], set()
+        while todo:
+            value = todo.pop()
+            op = made_by.get(value)
+            if op is None or value in seen:
+                continue
+            seen.add(value)
+            if op.kind == "dot_general" and is_product(op, fixed, known):
+                for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
+                    add_scores(operand, axis)
+            elif op.kind in CHEAP:
+                todo += sources(op)[::-1]
 
     for op in graph.ops:
         inner = None
         if op.kind in ("exp", "custom_jvp_call") and is_any(op, ("exp",)):
             for source in sources(op):
-                add_products(source, set())
+                add_products(source)
         elif op.kind in ("custom_vjp_call", "shard_map", "remat2", "checkpoint"):
             (body, *_) = inner_jaxprs(op)
             body = graph_of(body)
@@ -92,7 +95,7 @@ def find_attention(
             add_scores(value, axis)
         if inner and op.kind not in ("remat2", "checkpoint"):
             for source in sources(op):
-                for origin in origins(source, None, set()):
+                for origin in origins(source, None):
                     found.fused.setdefault(origin, "operand")
             found.fused.update(dict.fromkeys(op.outs, "result"))
     return found

@@ -16,7 +16,7 @@ def find_sums(
     fixed: Collection[int],
     candidates: Collection[int],
 ) -> dict[Op, list[int]]:
-    """The last operation of each sum, and the two or more of the candidates in it.
+    """The last addition of each sum, and the two or more of the candidates in it.
 
     Terms, as of products, may be multiplied by constants, converted to other floats,
     and added to each other and to ``fixed`` values. All that reads one of them is
@@ -35,8 +35,10 @@ def find_sums(
             and moving
             and _is_linear(op, graph, moving, constants)
         ):
-            terms = [term for v in moving for term in sums.pop(v)[1]]
-            sums[op.outs[0]] = op, terms
+            joined = [sums.pop(v) for v in moving]
+            terms = [term for _, each in joined for term in each]
+            # What is done to the whole of it, as to add a mask, is done again.
+            sums[op.outs[0]] = op if len(joined) > 1 else joined[0][0], terms
     return {op: terms for op, terms in sums.values() if len(terms) > 1}
 
 

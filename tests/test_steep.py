@@ -159,6 +159,59 @@ def posterior(p, x):
     return jnp.exp(alphas + betas - jax.nn.logsumexp(last))
 
 
+def retention(p, x):
+    """RetNet's normalization: sums that cancel, guarded by one."""
+    s = jnp.tril((x @ p["q"]) @ (x @ p["k"]).T) / 8
+    return s / jnp.maximum(jnp.abs(s.sum(-1, keepdims=True)), 1.0) @ x
+
+
+def padded(fill):
+    """Logits of a head with an adapter; the last are no words."""
+    mask = jnp.where(jnp.arange(32) < 28, 0, fill)
+    return lambda p, x: jax.nn.softmax(x @ p["w"] + (x @ p["v"]) @ p["v"].T + mask)
+
+
+@jax.custom_vjp
+def keeps_scores(q, k, v):
+    return keeps_scores_forward(q, k, v)[0]
+
+
+def keeps_scores_forward(q, k, v):
+    s = masked(q, k)
+    lse = jax.nn.logsumexp(s, -1, keepdims=True)
+    return jnp.exp(s - lse) @ v, (q, k, v, s, lse)
+
+
+def keeps_scores_backward(residuals, g):
+    q, k, v, s, lse = residuals
+    p, dp = jnp.exp(s - lse), g @ v.T
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) / 8
+    return ds @ k, ds.T @ q, p.T @ g
+
+
+keeps_scores.defvjp(keeps_scores_forward, keeps_scores_backward)
+
+
+def scaled_logarithms(p, x):
+    """A conditional random field's, at some temperature."""
+    rates = normal(5, 8, 8)
+
+    def step(a, e):
+        return 2.0 * jax.nn.logsumexp((a[:, None] + rates) / 2.0, 0) + e, None
+
+    return jax.lax.scan(step, jnp.zeros(8), (x @ p["w"])[:, :8])[0]
+
+
+@jax.custom_jvp
+def binarized(v):
+    return jnp.where(v >= 0, 1.0, -1.0)
+
+
+@binarized.defjvp
+def _(primals, tangents):
+    return binarized(*primals), tangents[0]
+
+
 QK = {"q": W, "k": normal(2, 32, 32) / 6}
 EXPERTS = {"e": normal(0, 50, 32), "w": W, "g": normal(2, 32, 4) / 6}
 EXPERTS["x"] = normal(3, 4, 32, 32) / 6
@@ -228,6 +281,16 @@ CASES = {
         X,
     ),
     "running maxima": (running_maxima, ONE, X),
+    "retention": (retention, QK, X),
+    "padded words": (padded(-jnp.inf), TWO, X),
+    "words padded by a large number": (padded(-1e30), TWO, X),
+    "scores that a rule keeps": (
+        lambda p, x: keeps_scores(x @ p["q"], x @ p["k"], x),
+        QK,
+        X,
+    ),
+    "logarithms with a factor": (scaled_logarithms, ONE, X),
+    "binarized": (lambda p, x: binarized(x @ p["w"]) @ p["v"], TWO, X),
     "remainder": (lambda p, x: jnp.mod(4 * (x @ p["w"]), 3.0) ** 2, ONE, X),
 }
 
@@ -259,6 +322,55 @@ def test_logarithms_that_a_loop_adds_up_are_not_rounded():
     """Their exponentials take the errors, of numbers in the hundreds, as factors."""
     [error] = errors(posterior, ONE, X, jc.policies.int8())
     assert error < 0.05
+
+
+GUARDED = {
+    "logarithm": lambda h: jnp.log(jnp.maximum(h, 0.2)),
+    "reciprocal": lambda h: 1 / jnp.maximum(h, 0.2),
+    "clamped": lambda h: jnp.log(jax.lax.clamp(0.1, h, 10.0)),
+}
+
+
+@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.1), ("int4", 0.6)])
+def test_a_guard_holds_for_what_is_rounded(name, policy, bound):
+    """It was chosen not to be the guard; rounded it may be below, even negative."""
+    policy = getattr(jc.policies, policy)()
+    [error] = errors(lambda p, x: GUARDED[name](x @ p["w"]), ONE, X, policy)
+    assert error < bound
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+def test_a_factor_that_is_made_again_is_a_triangle(policy):
+    """Of `cholesky` the primitive leaves the other one as it happens to be."""
+    params = {"s": W @ W.T + jnp.eye(32)}
+
+    def fun(p, x):
+        return jnp.tanh(x @ jnp.linalg.cholesky(p["s"]).T)
+
+    [error] = errors(fun, params, X, getattr(jc.policies, policy)())
+    assert error < (0.02 if policy == "int8" else 0.2)
+
+
+def test_long_chains_are_traced():
+    """Sums of sums of quotients, followed once each; chains beyond Python's depth."""
+
+    def normalized(w):
+        a = jnp.exp(X @ w)
+        for _ in range(14):  # four times as long for each, when followed each way
+            a = a / a.sum(1, keepdims=True)
+            a = a / a.sum(0, keepdims=True)
+        return jnp.sum(a * a)
+
+    def chain(w):
+        h = (X @ w) ** 2 + 1.0
+        for _ in range(1200):
+            h = h + 1e-4 / h
+        return jnp.sum(jax.nn.softmax(jnp.log(h)) * X)
+
+    for fun in (normalized, chain):
+        wrapped = jc.checkpoint(fun, policy=jc.policies.int8())
+        jax.make_jaxpr(jax.grad(wrapped))(W)
 
 
 SIZES = jnp.where(jnp.arange(32) % 2, 1.0, 0.03)

@@ -18,10 +18,10 @@ def adapted(w, x, frozen=0.3):
     ("fun", "names"),
     [
         (adapted, {"dot_general.1", "add.0"}),
-        (lambda w, x: adapted(w, x) + w[0], {"dot_general.1", "add.1"}),
+        (lambda w, x: adapted(w, x) + w[0], {"dot_general.1", "add.0"}),
         (lambda w, x: checkpoint_name(adapted(w, x), "y"), {"dot_general.1", "y"}),
         (lambda w, x: x @ w - (x @ w.T).astype(jnp.float16) / 8, {"sub.0"}),
-        (lambda w, x: -(x @ w) * jnp.arange(16.0) + (x + 1) @ w + 1, {"add.2"}),
+        (lambda w, x: -(x @ w) * jnp.arange(16.0) + (x + 1) @ w + 1, {"add.1"}),
         (lambda w, x: (y := x @ w) + y, {"dot_general.0"}),
         (lambda w, x: (y := x @ w) * y, {"dot_general.0"}),
         (

@@ -67,8 +67,8 @@ MUTATIONS = [
     Mutation(
         "the scale of P",
         "jaxcompact/projection.py",
-        "jax.random.normal(key, (n, r)) / math.sqrt(r)",
-        "jax.random.normal(key, (n, r)) / math.sqrt(n)",
+        "jax.random.normal(key, (n, r), jnp.float32) / math.sqrt(r)",
+        "jax.random.normal(key, (n, r), jnp.float32) / math.sqrt(n)",
         "tests/test_projection.py::test_unbiased_with_the_promised_variance"
         "[24-8-1-gaussian]",
     ),
