@@ -75,7 +75,7 @@ def quantize(
                 x = filled(x, entries, spread, edge=not symmetric)
             u = None
             if seeds:
-                row_of = (i * ROWS + _iota(x.shape, 0, spread)) * step + part
+                row_of = (i * ROWS + iota(x.shape, 0, spread)) * step + part
                 u = _noise(x, seeds[0][0], row_of, first + g, count, spread)
             codes, of = encoded(x, u, bits, symmetric, scale_bits)
             store(codes_smem, g * width, codes)
@@ -267,13 +267,13 @@ def place_of_block(blocks: Sequence[int]) -> list[jax.Array]:
     return place[::-1]
 
 
-def _iota(shape: tuple[int, ...], axis: int, spread: plgpu.Layout) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int, spread: plgpu.Layout) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=spread)
 
 
 def filled(x: jax.Array, entries: jax.Array, spread, *, edge: bool) -> jax.Array:
     """A group of ``entries``, after which come zeros, or the last of them again."""
-    place, fill = _iota(x.shape, 1, spread), 0.0
+    place, fill = iota(x.shape, 1, spread), 0.0
     if edge:
         pattern = lax.bitcast_convert_type(x, jnp.uint32)
         pattern = jnp.where(place == entries - 1, pattern, jnp.uint32(0))
@@ -307,7 +307,7 @@ def group_levels(
 def _noise(x: jax.Array, seed, row, g, count: int, spread) -> jax.Array:
     """That of `noise.uniform`, of the entries' rows and this group."""
     group = x.shape[1]
-    place = _iota(x.shape, 1, spread).astype(jnp.uint32)
+    place = iota(x.shape, 1, spread).astype(jnp.uint32)
     key = noise.group_key(jnp.sum(noise.digested(x, place), 1), seed)
     row, g = row.astype(jnp.uint32), g.astype(jnp.uint32)
     number = row * jnp.uint32(count * group % 2**32) + g * jnp.uint32(group) + place

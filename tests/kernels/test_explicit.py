@@ -16,6 +16,8 @@ from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate import mosaic_gpu as activating
 from jaxcompact.kernels.activate.api import activate, in_one_pass
 from jaxcompact.kernels.activate.elementwise import evaluated
+from jaxcompact.kernels.normalize import mosaic_gpu as normalizing
+from jaxcompact.kernels.normalize.api import normalize
 from jaxcompact.kernels.project import mosaic_gpu as projecting
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.quantize import channels, reference
@@ -30,6 +32,7 @@ from tests.kernels.test_devices import (
     kernels_on_cards,
     on_mesh,
 )
+from tests.kernels.test_normalize import whole_sums
 from tests.kernels.test_project import whole_numbers
 from tests.kernels.test_quantize import data, same
 
@@ -77,6 +80,13 @@ def parts(monkeypatch):
         found["project"] = x.shape, p.shape
         return reference.quantize(x @ p, **fields)
 
+    def normalized(f, x, parameters, *, columns, workers, **fields):
+        found["normalize"] = x.shape, *(p.shape for p in parameters)
+        y, *statistics = whole_sums(x, *parameters)
+        of = reference.quantize(x, **fields)
+        return [y, *(s.reshape(-1) for s in statistics)], of
+
+    monkeypatch.setattr(normalizing, "normalize", normalized)
     monkeypatch.setattr(projecting, "project", projected)
     monkeypatch.setattr(channels, "quantize", of_channels)
     monkeypatch.setattr(channels, "dequantize", from_channels)
@@ -178,6 +188,36 @@ def test_rows_of_which_devices_have_parts_are_xlas_to_project():
     same(jax.jit(lambda *a: project(*a, bits=4, group=64))(*here), expected)
     with pytest.raises(NotImplementedError, match="got 64 of 128 entries"):
         project(*here, bits=4, group=64, **KERNEL)
+
+
+@pytest.mark.parametrize("set_mesh", MESH.values(), ids=MESH)
+@pytest.mark.parametrize(
+    ("spec", "tokens"), [(P("a"), 48), (P("b", "a"), 24), (P(), 96)], ids=str
+)
+def test_norms(spec, tokens, set_mesh, parts):
+    """Rows are shared in any way."""
+    x, w = whole_numbers((4, 24, 128), 1, jnp.bfloat16)
+    w = w[:, 0]
+
+    def run(x, w, **which):
+        return jax.jit(
+            lambda *a: normalize(whole_sums, a[0], a[1:], bits=4, group=64, **which)
+        )(x, w)
+
+    expected = run(x, w)
+    here = on_mesh(x, spec, EXPLICIT), on_mesh(w, P(), EXPLICIT)
+    mesh = jax.set_mesh(here[0].sharding.mesh) if set_mesh else contextlib.nullcontext()
+    with mesh:
+        found = run(*here, **KERNEL)
+    same(found, expected)
+    assert parts == {"normalize": ((tokens, 128), (128,))}
+
+
+def test_norms_of_parts_of_rows_are_xlas():
+    x = on_mesh(jnp.ones((4, 24, 128), jnp.bfloat16), P(None, None, "a"), EXPLICIT)
+    w = on_mesh(jnp.ones(128, jnp.bfloat16), P("a"), EXPLICIT)
+    with pytest.raises(NotImplementedError, match="devices must have whole rows"):
+        normalize(whole_sums, x, [w], bits=4, group=64, **KERNEL)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""A norm of an array's rows, its statistics and the array's codes, from one pass."""

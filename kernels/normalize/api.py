@@ -1,0 +1,153 @@
+"""Normalize and quantize: in one pass by a kernel where that is the fastest."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.kernels import choice
+from jaxcompact.kernels.explicit import on_parts, part, sharding_of, typed
+from jaxcompact.kernels.normalize import reference
+from jaxcompact.kernels.normalize.rows import Function, Refused, function_of
+from jaxcompact.kernels.quantize.api import broken_rule, by_reference, flat
+from jaxcompact.kernels.quantize.devices import split_by_xla
+from jaxcompact.kernels.varying import varying_as
+
+_FOLDER = Path(__file__).parent
+
+
+def normalize(
+    f: Callable[..., Sequence[jax.Array]],
+    x: jax.Array,
+    parameters: Sequence[jax.Array] = (),
+    *,
+    bits: int,
+    group: int,
+    symmetric: bool = True,
+    scale_bits: int = 16,
+    implementation: str | None = None,
+) -> tuple[list[jax.Array], reference.Encoded]:
+    """``f(x, *parameters)``: y and statistics; and codes, scales and lows of x.
+
+    ``y[..., width]`` is made entry by entry of x, of parameters ``[width]`` and of sums
+    over x's last axis; statistics, ``[...]`` or ``[..., 1]``, of such sums. Codes have
+    `quantize`'s bits, nearest, along the last axis. How far y can be from XLA's is said
+    in `rows`.
+
+    Memory: the kernel writes what it returns. It reads x once if rows fit in shared
+    memory, else once more for each sum that waits for another's, and for y.
+
+    Raises ValueError for an implementation that does not exist, NotImplementedError
+    where the one that is asked for by name can't run.
+
+    >>> def rms_norm(x, w):
+    ...     mean = jnp.mean(jnp.square(x), -1, keepdims=True)
+    ...     return x * jax.lax.rsqrt(mean + 1e-6) * w, mean
+    >>> x, w = jnp.ones((2, 128)), jnp.ones(128)
+    >>> (y, mean), (codes, scales, _) = normalize(rms_norm, x, [w], bits=4, group=64)
+    >>> y.shape, mean.shape, codes.shape
+    ((2, 128), (2, 1), (2, 64))
+    """
+    fields = {"bits": bits, "group": group, "symmetric": symmetric}
+    fields["scale_bits"] = scale_bits
+    function, config = _chosen(f, x, parameters, bits, group, implementation)
+    if config is None:
+        return reference.normalize(f, x, parameters, **fields)
+
+    def kernel(x, *parameters):
+        from jaxcompact.kernels.normalize import mosaic_gpu
+
+        leading = x.shape[:-1]
+        (y, *statistics), of = mosaic_gpu.normalize(
+            function,
+            flat(x, -1),
+            [p.reshape(-1) for p in parameters],
+            **fields,
+            **config,
+        )
+        pairs = zip(statistics, function.kept, strict=True)
+        statistics = [s.reshape(*leading, *[1] * kept) for s, kept in pairs]
+        y, of = jax.tree.map(lambda a: a.reshape(*leading, a.shape[-1]), (y, of))
+        return varying_as((x, *parameters), ([y, *statistics], of))
+
+    def of_parts(x, *parameters):
+        if not typed(x):
+            return kernel(x, *parameters)
+        of_rows = sharding_of(x).spec[:-1]
+        whole = [jax.P(*[None] * p.ndim) for p in parameters]
+        specs = jax.P(*of_rows, None), *whole
+        return on_parts(kernel, (x, *parameters), specs, jax.P(*of_rows))
+
+    def by_xla(x, *parameters):
+        return reference.normalize(f, x, parameters, **fields)
+
+    return _batched(of_parts, by_xla)(x, *parameters)
+
+
+def in_one_pass(
+    f: Callable[..., Sequence[jax.Array]],
+    x: Any,
+    parameters: Sequence[Any],
+    *,
+    bits: int,
+    group: int,
+) -> bool:
+    """Whether `normalize` would take its kernel, for arrays or what describes them."""
+    return _chosen(f, x, parameters, bits, group, None)[1] is not None
+
+
+def _batched(kernel: Callable, by_xla: Callable) -> Callable:
+    """More examples are more rows, if they have the same parameters."""
+    run = jax.custom_batching.custom_vmap(kernel)
+
+    @run.def_vmap
+    def _(size, batched, x, *parameters):
+        if any(batched[1:]):
+            return by_reference(by_xla)(size, batched, x, *parameters)
+        several = jax.vmap(by_xla, (0, *[None] * len(parameters)))
+        out = _batched(kernel, several)(x, *parameters)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return run
+
+
+def _chosen(
+    f: Callable, x: Any, parameters: Sequence[Any], bits: int, group: int, asked: Any
+) -> tuple[Function | None, dict | None]:
+    """f as its kernel evaluates it, and how that is to run; None for XLA's code."""
+    chosen = partial(choice.chosen, "normalize", _FOLDER, asked, splits=typed(x))
+    if chosen(None) is None:
+        return None, None
+    shape = part(x) if typed(x) else x.shape
+    function = None
+    broken = broken_rule(shape, jnp.dtype(x.dtype), -1, bits, group)
+    if split_by_xla(x):
+        broken = "XLA can't split it over devices"
+    if group < 64:  # columns that f is evaluated on at once
+        broken = f"group must be 64, 128 or 256, got {group}"
+    if shape[-1:] != x.shape[-1:]:
+        broken = f"devices must have whole rows, got {x.shape} as {shape}"
+    if not broken:
+        try:
+            function = function_of(_traced(f, x, parameters), x.shape)
+        except Refused as refusal:
+            broken = str(refusal)
+        else:
+            # Longer rows, as `dequantize` writes, a product that reads y would copy.
+            for dtype in (function.x.dtype, function.y.dtype):
+                if dtype.itemsize * shape[-1] % 16:
+                    kind = f"{dtype}[{shape[-1]}]"
+                    broken = f"rows must be multiples of 16 bytes, got {kind}"
+    return function, chosen(broken)
+
+
+def _traced(f: Callable, *arrays: Any) -> Any:
+    def kind(a):
+        sharding = sharding_of(a) if typed(a) else None
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    x, parameters = jax.tree.map(kind, arrays)
+    return jax.make_jaxpr(f)(x, *parameters).jaxpr
