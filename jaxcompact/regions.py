@@ -26,6 +26,14 @@ class Region:
     sources: tuple[int, ...]
     ops: tuple[Op, ...]
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.sources
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        return (self.ops[-1].outs[0],)
+
     def __call__(self, *xs: Any) -> Any:
         env = dict(zip(self.sources, xs, strict=True))
         for op in self.ops:
@@ -63,12 +71,6 @@ def find_regions(
         read_inside = all(inside.issuperset(readers[v]) for v in inner)
         return read_inside and inner.isdisjoint(elsewhere)
 
-    def is_written(value: int) -> bool:
-        return value in elsewhere or any(
-            is_written(op.outs[0]) if renames(op) else expensive(op)
-            for op in readers[value]
-        )
-
     def is_of_one_kind(region: Region) -> bool:
         avals = {v: graph.avals[v] for v in region.sources}
         kinds = {(codecs[v], a.shape, a.dtype) for v, a in avals.items()}
@@ -77,8 +79,20 @@ def find_regions(
     return [
         region
         for value, region in made.items()
-        if is_written(value) and is_closed(region) and is_of_one_kind(region)
+        if is_written(value, readers, elsewhere)
+        and is_closed(region)
+        and is_of_one_kind(region)
     ]
+
+
+def is_written(
+    value: int, readers: Mapping[int, list[Op]], elsewhere: Collection[int]
+) -> bool:
+    """Whether what reads it, a product say, wants it in memory."""
+    return value in elsewhere or any(
+        is_written(op.outs[0], readers, elsewhere) if renames(op) else expensive(op)
+        for op in readers[value]
+    )
 
 
 def _is_elementwise(op: Op) -> bool:

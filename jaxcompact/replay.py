@@ -32,6 +32,7 @@ from jaxcompact.graph import (
 )
 from jaxcompact.kinds import BLOCKS, LINEAR_ALGEBRA, expensive, is_any
 from jaxcompact.loops import infinities
+from jaxcompact.norms import Norm, find_norms
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.program import Program
 from jaxcompact.regions import Region, find_regions
@@ -89,7 +90,7 @@ class Replay:
     Attributes:
         slots: what is stored beside inputs that are kept as they are.
         kept: inputs that are kept as they are.
-        regions: elementwise functions of what is stored encoded.
+        regions: elementwise functions of what is stored encoded, and norms of it.
     """
 
     def __init__(
@@ -521,9 +522,12 @@ class Replay:
             for v, action in actions.items()
             if isinstance(action, Codec) and len(self.places[v]) == 1
         }
-        elsewhere = [*outputs, *(v for v in self.places if v not in codecs)]
-        elsewhere = [v for v in elsewhere if isinstance(v, int)]
-        self.regions = find_regions(graph, codecs, elsewhere)
+        outputs = {v for v in outputs if isinstance(v, int)}
+        others = {v for v in self.places if isinstance(v, int) and v not in codecs}
+        self.regions: list[Region | Norm]
+        self.regions = [*find_regions(graph, codecs, outputs | others)]
+        saved = {v for v in others - outputs if actions[v] == Save()}
+        self.regions += find_norms(graph, codecs, saved, outputs | others - saved)
 
     def _cut(
         self, outputs: list[bool], sources: list[Source]
@@ -541,13 +545,14 @@ class Replay:
         self,
         inputs: Sequence[Any],
         encode: Callable[[int, Any], Any],
-        regions: Sequence[Region] = (),
-        activate: Callable[[Region, list[Any]], tuple[Any, list[Any]]] | None = None,
+        regions: Sequence[Region | Norm] = (),
+        evaluate: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """The outputs, and ``encode(k, value)`` of each slot, made when its value is.
 
-        Left to itself XLA encodes at the end, and keeps what it encodes until then. The
-        value of one of ``regions``, and its sources' slots, are those of ``activate``.
+        Left to itself XLA encodes at the end, and keeps what it encodes until then.
+        What one of ``regions`` makes, and its sources' slots, are those of
+        ``evaluate``.
         What nothing reads but its encoding (a relu's slope) is not tied to it, and so
         need not be in memory.
         """
@@ -572,16 +577,16 @@ class Replay:
             if op not in ends:
                 return list(map(keep, op.outs, op.bind(*values)))
             region = ends[op]
-            y, encoded = activate(region, [env[v] for v in region.sources])
+            outs, encoded = evaluate(region, [env[v] for v in region.reads])
             stored.update(zip(self.slots_of(region), encoded, strict=True))
-            return [keep(op.outs[0], y)]
+            return list(map(keep, region.makes, outs))[:1]  # others are only stored
 
         inputs = [*self.forward_cut.consts, *_where(inputs, self.forward_reads)]
         env = graph.run(list(map(keep, graph.inputs, inputs)), rule)
         outs = [read(env, v) for v in graph.outputs[:count]]
         return outs, [stored[k] for k in range(len(self.slots))]
 
-    def slots_of(self, region: Region) -> list[int]:
+    def slots_of(self, region: Region | Norm) -> list[int]:
         return [self.places[v][0] for v in region.sources]
 
     def run_backward(

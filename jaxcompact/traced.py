@@ -23,6 +23,7 @@ from jaxcompact.graph import (
     zeros,
 )
 from jaxcompact.loops import inputs_of_body
+from jaxcompact.norms import Norm
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
@@ -203,23 +204,33 @@ class Plan:
                 self._probed(slots[k].source, x, probes)
             ),
             regions,
-            self._activate,
+            self._evaluate,
         )
         if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
             outs, stored = tie((outs, stored))
         return outs, stored
 
-    def _in_one_pass(self, region: Region) -> bool:
+    def _in_one_pass(self, region: Region | Norm) -> bool:
         """Whether its sources' codec takes a kernel that evaluates it as well."""
         stores = [self.stores[k] for k in self.replay.slots_of(region)]
         codec, avals = stores[0].codec, [store.aval for store in stores]
-        return type(codec) is Quantized and codec.in_one_pass(region, avals)
+        if type(codec) is not Quantized:
+            return False
+        if isinstance(region, Norm):
+            of = [self.replay.forward_graph.avals[v] for v in region.parameters]
+            return codec.normalizes(region, *avals, of)
+        return codec.in_one_pass(region, avals)
 
-    def _activate(self, region: Region, xs: list[Any]) -> tuple[Any, list[Any]]:
+    def _evaluate(self, region: Region | Norm, xs: list[Any]) -> tuple[list, list]:
+        """What it makes, and what is stored of its sources."""
         stores = [self.stores[k] for k in self.replay.slots_of(region)]
-        y, encoded = stores[0].codec.activate(region, xs)
+        codec = stores[0].codec
+        if isinstance(region, Norm):
+            outs, encoded = codec.normalize(region, xs[0], xs[1:])
+            return outs, [stores[0].leaves_of(encoded)]
+        y, encoded = codec.activate(region, xs)
         pairs = zip(stores, encoded, strict=True)
-        return y, [store.leaves_of(e) for store, e in pairs]
+        return [y], [store.leaves_of(e) for store, e in pairs]
 
     def _backward(self, kept, stored, cts) -> list[Any]:
         kept, stored = renewed((kept, stored))

@@ -33,7 +33,7 @@ LAYERS = (
         "schedule",
         "regions",
     },
-    {"subspace", "tensors", "program"},
+    {"subspace", "tensors", "program", "norms"},
     {"policy"},
     {"policies", "replay"},
     {"stores"},

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
+from jaxcompact.kernels.normalize import api as normalization
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize import api
@@ -195,14 +196,14 @@ class Quantized(Codec):
     def in_one_pass(self, f: Callable[..., jax.Array], xs: Sequence[Any]) -> bool:
         """Whether a kernel would make what `activate` does, of such arrays."""
         shape = xs[0].shape
-        return (
-            not self.stochastic
-            and self.axis == -1
-            and self._grouped(shape) == shape
-            and activation.in_one_pass(
-                f, xs, bits=self.bits, group=self._group(shape[-1])
-            )
+        return self._in_rows(shape) and activation.in_one_pass(
+            f, xs, bits=self.bits, group=self._group(shape[-1])
         )
+
+    def _in_rows(self, shape: tuple[int, ...]) -> bool:
+        """Whether groups are those of rows, rounded to nearest."""
+        rows = self.axis == -1 and self._grouped(shape) == shape
+        return rows and not self.stochastic
 
     def activate(
         self, f: Callable[..., jax.Array], xs: Sequence[jax.Array]
@@ -218,6 +219,35 @@ class Quantized(Codec):
         )
         pairs = zip(xs, found, strict=True)
         return y, [Encoded(*of, x.shape, x.dtype) for x, of in pairs]
+
+    def normalizes(
+        self, f: Callable[..., Sequence[jax.Array]], x: Any, parameters: Sequence[Any]
+    ) -> bool:
+        """Whether a kernel would make what `normalize` does, of such arrays."""
+        return self._in_rows(x.shape) and normalization.in_one_pass(
+            f, x, parameters, bits=self.bits, group=self._group(x.shape[-1])
+        )
+
+    def normalize(
+        self,
+        f: Callable[..., Sequence[jax.Array]],
+        x: jax.Array,
+        parameters: Sequence[jax.Array],
+    ) -> tuple[list[jax.Array], Encoded]:
+        """``f(x, *parameters)``, of sums of rows, and what `encode` gives of x.
+
+        Where it `normalizes`.
+        """
+        outs, found = normalization.normalize(
+            f,
+            x,
+            parameters,
+            bits=self.bits,
+            group=self._group(x.shape[-1]),
+            symmetric=self.symmetric,
+            scale_bits=self.scale_bits,
+        )
+        return outs, Encoded(*found, x.shape, x.dtype)
 
     def project(self, x: jax.Array, p_nr: jax.Array) -> Encoded:
         """`encode` of ``x P``, in one kernel where that is the fastest."""

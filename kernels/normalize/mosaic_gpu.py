@@ -110,7 +110,7 @@ def normalize(
             part = pl.ds(column, _COLUMNS)
             for value, smem in zip(f.parameters, parameters_smem, strict=True):
                 of = smem.at[worker, part]
-                found[value] = plgpu.load(of, layout=spread.reduce(0))
+                found[value] = plgpu.load(of, layout=spread.reduce(0), optimized=False)
             return found
 
         def over(a, form: Form, wanted: Form):
