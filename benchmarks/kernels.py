@@ -28,6 +28,7 @@ from step import provenance  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
 from jaxcompact.kernels.activate.api import activate  # noqa: E402
+from jaxcompact.kernels.normalize.api import normalize  # noqa: E402
 from jaxcompact.kernels.project.api import project  # noqa: E402
 from jaxcompact.kernels.quantize.api import dequantize, quantize  # noqa: E402
 from jaxcompact.kernels.weight_gradient.api import weight_gradient  # noqa: E402
@@ -53,6 +54,11 @@ CONFIGS = {
         for steps in (2, 3, 4)
     ],
     "activate": [{"columns": n} for n in (64, 128)],
+    "normalize": [
+        {"columns": columns, "workers": workers}
+        for columns in (64, 128, 256)
+        for workers in (2, 4)
+    ],
     "project": [
         {"columns": columns, "steps": steps}
         for columns in (128, 256)
@@ -127,6 +133,7 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
         moved = size(x, x, jax.eval_shape(swiglu, x, x))
         args, kind = (x, x), f"{kind}_swiglu"
         yield Case("activate", kind, swiglu, args, moved, apart=apart)
+    yield of_norms(name, x)
     yield from of_channels(name, x)
     # As a compressed layer stores z, in 4 bits at n/2.
     p = jax.ShapeDtypeStruct((n, 64 * max(1, n // 128)), jnp.bfloat16)
@@ -137,6 +144,26 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
     moved, flops = size(x, p, jax.eval_shape(sketch, x, p)), 2 * tokens * p.size
     plain = jnp.matmul, (x, p)
     yield Case("project", f"{name}_int4", sketch, (x, p), moved, flops, plain)
+
+
+def of_norms(name: str, x: jax.ShapeDtypeStruct) -> Case:
+    """RMSNorm, as LLaMAs have it, and x in 4 bits."""
+
+    def norm(x, w):
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6
+        y = wide * jax.lax.rsqrt(mean) * w[None]
+        return y.astype(x.dtype), mean
+
+    def together(x, w):
+        return normalize(norm, x, [w], bits=4, group=64)
+
+    def apart(x, w):
+        return norm(x, w), quantize(x, bits=4, group=64)
+
+    args = x, jax.ShapeDtypeStruct(x.shape[1:], jnp.float32)
+    moved = size(args, jax.eval_shape(together, *args))
+    return Case("normalize", f"{name}_int4", together, args, moved, apart=apart)
 
 
 def of_channels(name: str, x: jax.ShapeDtypeStruct) -> Iterator[Case]:

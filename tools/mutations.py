@@ -118,6 +118,21 @@ MUTATIONS = [
         "test_bits_are_the_references[SwiGLU, a group in part]",
     ),
     Mutation(
+        "the kernel that normalizes leaves out what other warpgroups added up",
+        "kernels/normalize/mosaic_gpu.py",
+        "for w in range(workers)]",
+        "for w in range(1)]",
+        "tests/kernels/test_normalize.py"
+        "::test_bits_are_the_references_where_sums_are_exact",
+    ),
+    Mutation(
+        "a kernel takes a norm inside which others read",
+        "jaxcompact/norms.py",
+        "if not all(inside.issuperset(readers[v]) for v in inner):",
+        "if False:",
+        "tests/test_norms.py::test_what_is_none[middle_read_elsewhere]",
+    ),
+    Mutation(
         "a kernel takes a tensor that others read as well",
         "jaxcompact/regions.py",
         "return read_inside and inner",

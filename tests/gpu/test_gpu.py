@@ -20,6 +20,7 @@ import optax  # noqa: E402
 import jaxcompact as jc  # noqa: E402
 from jaxcompact.kernels import choice  # noqa: E402
 from jaxcompact.kernels.activate.api import activate  # noqa: E402
+from jaxcompact.kernels.normalize.api import normalize  # noqa: E402
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
 CPU = jax.local_devices(backend="cpu")[0]
@@ -107,6 +108,7 @@ def kernels_are_xlas(arrays):
         for codec in channels():
             quantization_is_xlas(codec, x)
         activation_is_xlas(x)
+        norm_is_xlas(x)
 
 
 def rows():
@@ -171,6 +173,27 @@ def activation_is_xlas(x):
     np.testing.assert_allclose(
         np.asarray(y, np.float32), np.asarray(expected, np.float32), rtol=16 * unit
     )
+
+
+def norm_is_xlas(x):
+    """RMSNorm is within the bound of its sums, and two roundings, by either."""
+
+    def norm(x, w):
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6
+        y = (wide * jax.lax.rsqrt(mean)).astype(x.dtype)
+        return y * w.reshape(*[1] * (x.ndim - 1), -1), mean
+
+    def run(x, w):
+        return normalize(norm, x, [w], bits=4, group=64)
+
+    (found, encoded), (expected, codes) = both_ways(run, x, x[0, 0])
+    jax.tree.map(np.testing.assert_array_equal, encoded, codes)
+    unit = {2: 2**-8, 4: 2**-24}[x.dtype.itemsize]
+    sums = (x.shape[-1] + 12) * 2**-24  # of kernels/normalize/rows.py, twice
+    for a, b, roundings in zip(found, expected, (4 * unit, 0), strict=True):
+        a, b = (np.asarray(v, np.float32) for v in (a, b))
+        np.testing.assert_allclose(a, b, rtol=sums + roundings)
 
 
 def training(method, dtype="float32"):

@@ -59,8 +59,8 @@ def whole_sums(x, w, *_):
     return y, squares, total
 
 
-# Functions, fields, dtypes of x and of parameters, shape and config: whole blocks, tails
-# of rows and of groups, rows that are held, rows that are read there and back.
+# Functions, fields, dtypes of x and of parameters, shape and config: whole blocks,
+# tails of rows and of groups, rows that are held, rows that are read there and back.
 CASES = {
     "RMSNorm, a group in part": (
         rms_norm,
