@@ -95,12 +95,10 @@ def in_subspace(
     inner = optax.with_extra_args_support(inner)
 
     def init(params):
-        # `optax.tree_map_params` asks what an empty tree would have.
-        arrays = any(
-            isinstance(getattr(x, "shape", None), tuple)
-            for x in jax.tree.leaves(params)
-        )
-        slots = subspace.slots(params) if arrays else {}
+        # What `optax.tree_map_params` gives in their place: a node without leaves.
+        known = isinstance(params, dict | list | tuple | None)
+        stands_in = not known and not jax.tree.leaves(params)
+        slots = {} if stands_in else subspace.slots(params)
         generation, key = jnp.zeros((), jnp.int32), subspace.key_here()
         return SubspaceState(
             count=jnp.zeros((), jnp.int32),

@@ -226,7 +226,8 @@ class Replay:
         graph = graph_of(self.forward.jaxpr)
         found = infinities(graph)
         made = graph.outputs[len(self.graph.outputs) :]
-        return {s for s, v in zip(self.sources, made, strict=True) if v in found}
+        pairs = zip(self.sources, made, strict=True)
+        return {s for s, v in pairs if isinstance(v, int) and v in found}
 
     def _read_by_rules(self) -> tuple[set[Source], set[Source]]:
         """What rules of `jax.custom_vjp` divide by, and what they decide by."""
