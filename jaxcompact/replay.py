@@ -288,9 +288,9 @@ class Replay:
     def _residual(self, source: Residual) -> Tensor:
         aval, op = self.avals[source], source.op
         value = self.links.get(source, source)
-        special = {"discrete": value in self.decided}
-        if value in self.steep or source in self.infinite:
-            special["divisor"] = True
+        steep = value in self.steep or source in self.infinite
+        flags = {"discrete": value in self.decided, "divisor": steep}
+        special = {name: True for name, holds in flags.items() if holds}
         if value in self.tensors.found:
             return replace(self.tensors.found[value], **special)
         largest = max(self.graph.avals[v].size for v in op.reads)
