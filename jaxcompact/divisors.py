@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxcompact.differences import is_square, narrow, pair
 from jaxcompact.graph import Graph, Op, bodies, state_of
 from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, renames
 
@@ -52,7 +53,7 @@ class _Facts:
 
     def _add(self, op: Op) -> None:
         layout = op.kind in LAYOUT or renames(op)
-        squared = _squares(op)
+        squared = is_square(op)
         if squared or (
             (op.kind in _SQUARED or layout) and not self.squares.isdisjoint(op.reads)
         ):
@@ -63,7 +64,7 @@ class _Facts:
         elif op.kind == "neg" or layout:
             self.ones |= dict.fromkeys(op.outs, _union(self.ones, op.reads))
         if op.kind == "sub":
-            self.differences[op.outs[0]] = self._terms(op)
+            self.differences[op.outs[0]] = pair(op, self.graph, self.made_by)
         elif (op.kind in _SQUARED and op.kind != "reduce_sum") or squared or layout:
             terms = _union(self.differences, op.reads)
             self.differences |= dict.fromkeys(op.outs, terms)
@@ -82,19 +83,6 @@ class _Facts:
 
     def is_positive(self, value: int | Literal) -> bool:
         return value.val >= 0 if isinstance(value, Literal) else value in self.positive
-
-    def _terms(self, op: Op) -> list[int]:
-        size = self.graph.avals[op.outs[0]].size
-        sizes = [self.graph.avals[self.narrow(v)].size for v in op.reads]
-        return op.reads if len(sizes) == 2 and min(sizes) >= size else []
-
-    def narrow(self, value: int) -> int:
-        """In front of a broadcast."""
-        op = self.made_by.get(value)
-        while op and (op.kind in LAYOUT or renames(op)) and len(op.reads) == 1:
-            value = op.reads[0]
-            op = self.made_by.get(value)
-        return value
 
 
 def _union(found: Mapping[int, list[int]], values: Collection[int]) -> list[int]:
@@ -125,7 +113,7 @@ def find_divisors(
         found.add((value, squared))
         op = facts.made_by.get(value)
         if op is not None:
-            squared |= _squares(op)
+            squared |= is_square(op)
             todo += [(v, squared) for v in _sources(op, value, squared, facts)]
     return {value for value, _ in found}
 
@@ -140,7 +128,7 @@ def find_norms(graph: Graph, fixed: Collection[int]) -> set[int]:
     facts = _Facts(graph)
     found = set()
     for op in graph.ops:
-        for value in map(facts.narrow, steeply_read(op)):
+        for value in (narrow(v, facts.made_by) for v in steeply_read(op)):
             near = [value, *_beside_one(op, value, facts)]
             if any(_is_norm(v, fixed, facts) for v in near):
                 found.add(value)
@@ -157,7 +145,7 @@ def _is_norm(value: int, fixed: Collection[int], facts: _Facts) -> bool:
         if op is None or value in fixed or item in seen:
             continue
         seen.add(item)
-        squared |= _squares(op)
+        squared |= is_square(op)
         sources = _sources(op, value, squared, facts)
         if op.kind in REDUCTIONS and (guarded or not sources):
             return True
@@ -235,9 +223,3 @@ def _sources(op: Op, value: int, squared: bool, facts: _Facts) -> Collection[int
     if op.kind in LAYOUT or op.kind in _THROUGH or renames(op):
         return op.reads
     return _steep_inputs(op, [op.outs.index(value)])
-
-
-def _squares(op: Op) -> bool:
-    even = op.kind == "integer_pow" and op.eqn.params["y"] % 2 == 0
-    twice = op.kind == "mul" and op.ins[0] == op.ins[1]
-    return op.kind == "square" or even or twice

@@ -39,7 +39,7 @@ class Op:
     ins: tuple[Value, ...]
     outs: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def kind(self) -> str:
         return self.eqn.primitive.name
 

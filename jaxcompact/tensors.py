@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
+from jaxcompact.differences import find_differences
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.functions import Function, find_functions, function_name
 from jaxcompact.graph import Graph, Op, is_float
@@ -61,6 +62,8 @@ class Tensor:
         divisor: others are divided by it, a logarithm or root is taken of it, it
             belongs to a matrix factorization or solve, or holds infinities or
             logarithms that a loop has added up: small errors of it may be large ones.
+        near: a difference of what may be near, as a prediction and its target: rounded
+            terms are no substitute.
         terms: for the product of two activations, the number of terms summed up.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
@@ -79,6 +82,7 @@ class Tensor:
     scores: int | None = None
     fused: Literal["operand", "result"] | None = None
     divisor: bool = False
+    near: bool = False
     terms: int | None = None
     step: bool = False
     statistic: bool = False
@@ -147,6 +151,7 @@ class Tensors:
         self._move_to_sums()
         self._move_to_parts()
         self._add_norms()
+        self._add_differences()
         self._add_functions()
         stored = {
             value
@@ -288,6 +293,16 @@ class Tensors:
                     self._add(value, name=op.name, kind="op", where=op.where)
                 tensor = self.found[value]
                 self.found[value] = replace(tensor, cheap=False, statistic=False)
+
+    def _add_differences(self) -> None:
+        """Of what is near, as a prediction is to its target."""
+        near = find_differences(self.graph, self.data)
+        for op in self.graph.ops:
+            for value in near.intersection(op.outs):
+                if value not in self.found:
+                    self._add(value, name=op.name, kind="op", where=op.where)
+                tensor = self.found[value]
+                self.found[value] = replace(tensor, cheap=False, near=True)
 
     def _add_functions(self) -> None:
         """Nonlinear ones that others read, and that are no candidates already."""

@@ -20,6 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
     {"projection", "kinds", "choices"},
+    {"differences"},
     {
         "linear",
         "limiter",

@@ -38,9 +38,16 @@ MUTATIONS = [
     Mutation(
         "a plan makes a norm again of what it rounds",
         "jaxcompact/planner/milp.py",
-        "if source in problem.divisors:",
+        "if source in problem.own:",
         "if False:",
         "tests/test_steep.py::test_a_plan_makes_no_norm_again_of_what_is_rounded",
+    ),
+    Mutation(
+        "a prediction is rounded, not its difference from a near target",
+        "jaxcompact/tensors.py",
+        "        self._add_differences()\n",
+        "",
+        "tests/test_differences.py::test_the_gradient_of_a_small_difference",
     ),
     Mutation(
         "the sign of a gradient: dx of a compressed layer",

@@ -107,7 +107,7 @@ def solve(
         for parent in problem.parents[source]:
             row = {tainted[parent]: -1.0, tainted[source]: 1.0, **kept}
             program.row(row, 0, np.inf)
-            if source in problem.divisors:
+            if source in problem.own:
                 program.row({tainted[parent]: 1.0, remade[source]: 1.0}, 0, 1)
 
     ran = {op: program.variable() for op in problem.runs}

@@ -70,8 +70,8 @@ class Problem:
         exact: statistic -> items that are not to be rounded where it is stored: what it
             is made of. A softmax of other scores than it was normalized for is none.
         parents: item -> the items that it is made of, without others between.
-        divisors: items that are not to be made again of anything rounded, which could
-            make them zero: others are divided by them.
+        own: items that are not to be made again of anything rounded: divisors, which
+            could become zero, and differences of what is near.
         actions: what is done with all other tensors, by name.
         stages: of the backward pass.
         noise: of those of these that are encoded, in the bodies of loops.
@@ -84,7 +84,7 @@ class Problem:
     free: frozenset[int]
     exact: dict[Source, frozenset[Source]]
     parents: dict[Source, frozenset[Source]]
-    divisors: frozenset[Source]
+    own: frozenset[Source]
     actions: dict[str, Action]
     stages: Stages
     noise: float = 0.0
@@ -162,7 +162,7 @@ def problem(
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         {source: parents.get(source, frozenset()) for source in sources},
-        frozenset(item.source for item in items if item.tensor.divisor),
+        frozenset(i.source for i in items if i.tensor.divisor or i.tensor.near),
         actions,
         stages,
         inside,
