@@ -199,6 +199,7 @@ MODELS = {
     "GPT-2 117M": Model(partial(gpt2_of, 12, 768, 12), 16, 12, 2),
     "GPT-2 345M": Model(partial(gpt2_of, 24, 1024, 16), 16, 24, 2),
     "BERT-large": Model(bert, 128, 24, 16),
+    "BERT-base": Model(partial(bert, layers=12, width=768), 128, 12, 16),
     "ResNet-50": Model(resnet50, 128, 1, 16, "2.7GiB"),
     "Swin-T": Model(swin_t, 128, 1, 16),
     "GCN": Model(gcn, 1, 1, 1),

@@ -1,7 +1,7 @@
 """Small models, most of other packages, and the text or the digits that they learn.
 
-GPT-2, BERT and ViT of Hugging Face, jax-resnet's ResNet and a Swin (Linen), an MLP of
-NNX layers with dropout.
+GPT-2, BERT and ViT of Hugging Face, jax-resnet's ResNet, a VGG and a Swin (Linen), an
+MLP of NNX layers with dropout.
 """
 
 import csv
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,6 +185,47 @@ def resnet(data: Path, seed: int) -> Task:
         held_out=held_out,
         steps=250,
         optimizer=adamw(3e-3, 250),
+    )
+
+
+class VGG(nn.Module):
+    """VGG11 (Simonyan & Zisserman, ICLR 2015, arXiv 1409.1556), narrow.
+
+    Without the last of its five poolings: of 28 x 28 pixels one is left.
+    """
+
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        init = nn.initializers.he_normal()
+        for widths in ((16,), (32,), (64, 64), (128, 128)):
+            for width in widths:
+                x = nn.relu(nn.Conv(width, (3, 3), kernel_init=init)(x))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        for _ in range(2):
+            x = nn.relu(nn.Conv(128, (3, 3), kernel_init=init)(x))
+        x = x.reshape(len(x), -1)
+        for _ in range(2):
+            x = nn.relu(nn.Dense(256, kernel_init=init)(x))
+            x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(10)(x)
+
+
+def vgg(data: Path, seed: int) -> Task:
+    model = VGG()
+    batch, held_out = _digits(data, seed)
+
+    def apply(params, state, inputs, key):
+        return model.apply(params, inputs, train=True, rngs={"dropout": key}), state
+
+    return Task(
+        apply,
+        lambda params, state, inputs: model.apply(params, inputs),
+        model.init(jax.random.key(seed), held_out[0][0]),
+        {},
+        batch=batch,
+        held_out=held_out,
+        steps=500,
+        optimizer=adamw(1e-3, 500),
     )
 
 

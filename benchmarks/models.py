@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
 from graph_tasks import gat, gcn, graphsage  # noqa: E402
-from model_tasks import Task, bert, gpt2, mlp, resnet, swin, vit  # noqa: E402
+from model_tasks import Task, bert, gpt2, mlp, resnet, swin, vgg, vit  # noqa: E402
 from recurrent_tasks import deltanet, lstm  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -50,6 +50,7 @@ MODELS = {
     "vit": vit,
     "swin": swin,
     "resnet": resnet,
+    "vgg": vgg,
     "mlp": mlp,
     "lstm": lstm,
     "deltanet": deltanet,
@@ -63,6 +64,7 @@ SOURCES = {
     "vit": "transformers, Linen",
     "swin": "ours, Linen",
     "resnet": "jax-resnet, Linen",
+    "vgg": "ours, Linen",
     "mlp": "Flax, NNX",
     "lstm": "Flax, Linen",
     "deltanet": "ours, plain JAX",
