@@ -115,10 +115,18 @@ def _rows(
             continue
         if columns is None:
             columns = tuple(row)
+            if "\r" in "".join(columns):
+                raise DataError(
+                    f"{path}:{number}: lines must end with \\n, this has \\r within"
+                )
             if missing := [name for name in needed if name not in columns]:
                 raise DataError(
                     f"{path}:{number}: no column {missing[0]!r}, the header has "
                     f"{', '.join(columns)}"
+                )
+            if doubled := [name for name in needed if columns.count(name) > 1]:
+                raise DataError(
+                    f"{path}:{number}: the header has {doubled[0]!r} more than once"
                 )
             continue
         yield f"{path}:{number}", _cells(columns, row)

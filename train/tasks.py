@@ -250,7 +250,7 @@ def _example(task: Task, row: Labelled) -> Example:
         return Example(texts, numbers if task.multi_label else numbers[0])
     (name,) = names
     try:
-        rating = float(name)
+        rating = float(name) if "_" not in name else math.nan
     except ValueError:
         rating = math.nan
     if not abs(rating) <= _LARGEST:

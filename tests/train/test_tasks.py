@@ -180,6 +180,11 @@ def test_qqps_broken_lines_are_counted_and_left_out(tmp_path):
             "\t".join(["1"] * 9) + "\thigh\n",
             r"train.tsv:3: score must be a finite number in float32; 'high'",
         ),
+        (
+            "stsb",
+            "\t".join(["1"] * 9) + "\t1_0\n",
+            r"train.tsv:3: score must be a finite number in float32; '1_0'",
+        ),
     ],
 )
 def test_a_bad_line_is_named(name, line, told, tmp_path):
@@ -266,6 +271,16 @@ def test_own_pairs_and_ratings(tmp_path):
             ".tsv",
             "text\tkind\na\tb\n",
             "train.tsv:1: no column 'label', the header has text, kind",
+        ),
+        (
+            ".tsv",
+            "text\tlabel\tlabel\na\tb\tc\n",
+            "train.tsv:1: the header has 'label' more than once",
+        ),
+        (
+            ".tsv",
+            "text\tlabel\ra\tb\rc\td\r",
+            r"train.tsv:1: lines must end with .n, this has .r within$",
         ),
         (
             ".jsonl",
