@@ -291,9 +291,9 @@ def _trace(
 
 def _label(fun: Callable) -> str:
     name = getattr(fun, "__name__", repr(fun))
-    if name != "<lambda>":
+    code = getattr(inspect.unwrap(fun), "__code__", None)
+    if name != "<lambda>" or code is None:
         return name
-    code = fun.__code__
     return f"lambda at {os.path.basename(code.co_filename)}:{code.co_firstlineno}"
 
 

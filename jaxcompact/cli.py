@@ -17,6 +17,8 @@ from jaxcompact import memory
 from jaxcompact.memory.functions import made_by
 from jaxcompact.planner import Front, front, plan, scan_step
 
+PICTURES = (".png", ".pdf", ".svg")
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxcompact", description=__doc__)
@@ -142,6 +144,10 @@ def _plan(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{option} must be in a folder that is there, got {path!r}"
             )
+    if arguments.plot and Path(arguments.plot).suffix not in PICTURES:
+        raise ValueError(
+            f"--plot must end with {', '.join(PICTURES)}, got {arguments.plot!r}"
+        )
     jax.config.update("jax_platforms", "cpu")
     name = arguments.make_block
     block, args = made_by(_imported(name), name, "block")

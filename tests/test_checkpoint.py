@@ -527,6 +527,8 @@ def test_forward_mode_is_refused_by_name():
     unnamed = jc.checkpoint(lambda x: x * x)
     with pytest.raises(TypeError, match=r"'lambda at test_checkpoint.py:\d+'"):
         jax.jvp(unnamed, (X,), (X,))
+    with pytest.raises(TypeError, match=r"'lambda at test_checkpoint.py:\d+'"):
+        jax.jvp(jc.checkpoint(jax.jit(lambda x: x * x)), (X,), (X,))
 
 
 # --- how often it is traced and compiled ---

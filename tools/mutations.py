@@ -183,6 +183,21 @@ MUTATIONS = [
         "tests/planner/test_plan.py::test_budgets_are_kept_and_used",
     ),
     Mutation(
+        "a plan's error is that of what it encodes, whatever it makes of that",
+        "jaxcompact/planner/search.py",
+        "measured = found.under(best.actions)",
+        "measured = found",
+        "tests/planner/test_sensitivity.py::"
+        "test_what_is_made_again_of_what_is_encoded[0.03]",
+    ),
+    Mutation(
+        "what a step closes over takes no memory",
+        "jaxcompact/memory/compiler.py",
+        "stats.argument_size_in_bytes + self.constant_bytes",
+        "stats.argument_size_in_bytes",
+        "tests/memory/test_peak.py::test_arrays_that_a_step_closes_over[512]",
+    ),
+    Mutation(
         "a plan's error has no bound",
         "jaxcompact/planner/milp.py",
         "program.row(error, -np.inf, noise - problem.noise)",

@@ -6,6 +6,8 @@ from pathlib import Path
 from jaxcompact.memory import devices
 from options import option
 
+MAX_ERROR = 0.08
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -22,10 +24,11 @@ class PlanOptions:
         "card that is planned for (default: the one that is here, or h200)",
         choices=tuple(devices()),
     )
-    max_error: float = option(
-        0.08,
+    max_error: float | None = option(
+        None,
         "of the gradient, relative, that a plan may make by encoding; 0 is exact. As "
-        "measured at the start, and again after 16, 32, 64, ... updates",
+        f"measured at the start, and again after 16, 32, 64, ... updates (default: "
+        f"{MAX_ERROR})",
         float,
     )
     explain_plan: bool = option(
@@ -39,7 +42,7 @@ class PlanOptions:
     )
 
     def __post_init__(self):
-        if not self.max_error >= 0:
+        if self.max_error is not None and not self.max_error >= 0:
             raise ValueError(f"--max-error must be 0 or more, got {self.max_error}")
         if self.plan_plot and not (self.explain_plan and self.memory_budget):
             raise ValueError("--plan-plot needs --explain-plan and --memory-budget")
@@ -54,6 +57,12 @@ class PlanOptions:
             raise ValueError("--explain-plan needs --memory-budget or --plan")
         if self.plan_device and not self.memory_budget:
             raise ValueError("--plan-device needs --memory-budget")
+        if self.max_error is not None and not self.memory_budget:
+            raise ValueError("--max-error needs --memory-budget")
+
+    @property
+    def allowed_error(self) -> float:
+        return MAX_ERROR if self.max_error is None else self.max_error
 
     def check(self, checkpoint: str | None) -> None:
         """Raises ValueError where a method has a policy already."""

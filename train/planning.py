@@ -82,7 +82,7 @@ class Planner:
             layers=self.layers,
             budget=self.options.memory_budget,
             device=self.device,
-            max_error=self.options.max_error,
+            max_error=self.options.allowed_error,
             sensitivity=found,
             progress=say or (lambda line: None),
         )
@@ -91,6 +91,7 @@ class Planner:
         """The plan to go on with, and what is to be said of it."""
         try:
             found = self.measure(params, batch)
+            error = found.under(plan.actions).error(plan.actions)
         except jax.errors.JaxRuntimeError as problem:
             if not out_of_memory(problem):
                 raise
@@ -98,7 +99,6 @@ class Planner:
         # Of a gradient that is not finite, which the log will not miss either.
         except (ValueError, NotImplementedError) as problem:
             return plan, f"what the plan does was not measured: {problem}"
-        error = found.error(plan.actions)
         text = f"gradient error of the plan {error:.2%}, planned {plan.error:.2%}"
         if error <= WORSE * plan.error:
             return plan, text
@@ -106,6 +106,10 @@ class Planner:
             other = self.plan(found)
         except (ValueError, NotImplementedError) as problem:
             return plan, f"{text}; it stays, for want of another: {problem}"
+        except jax.errors.JaxRuntimeError as problem:
+            if not out_of_memory(problem):
+                raise
+            return plan, f"{text}; it stays: no memory is left to measure another"
         if other == plan:
             return plan, f"{text}; it stays the best"
         return other, f"{text}; a new one has {other.error:.2%}"
@@ -115,7 +119,7 @@ class Planner:
             self.make_step,
             layers=self.layers,
             device=self.device,
-            max_error=self.options.max_error,
+            max_error=self.options.allowed_error,
             sensitivity=found,
         )
 
@@ -169,7 +173,7 @@ class Plans:
         return {
             "plan": None if plan is None else json.loads(plan.to_json())["actions"],
             "memory_budget": asked.memory_budget,
-            "max_error": asked.max_error if asked.memory_budget else None,
+            "max_error": asked.allowed_error if asked.memory_budget else None,
             "plan_device": self.planner.device if asked.memory_budget else None,
         }
 

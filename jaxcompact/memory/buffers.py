@@ -10,12 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from jaxcompact.memory.compiler import Program
+from jaxcompact.memory.compiler import LEAST_CONSTANT, Program
 
 KINDS = (
     "parameters",
     "optimizer state",
     "inputs",
+    "constants",
     "outputs",
     "gradients",
     "residuals",
@@ -84,9 +85,14 @@ def buffers(program: Program, arguments: Mapping[str, str]) -> tuple[Buffer, ...
     found, temporaries = [], []
     for number, (size, words) in allocations.items():
         inside = held[number]
-        if not size or not inside or "thread-local" in words or "constant" in words:
+        if not size or not inside or "thread-local" in words:
             continue
         largest = max(inside, key=lambda v: v.slot[2])
+        if "constant" in words:
+            if size >= LEAST_CONSTANT:
+                name = largest.name
+                found.append(Buffer("constants", _shape(largest.shape), size, name))
+            continue
         if number_of := re.search(r" parameter (\d+),", words):
             path = paths.get(parameters.get(number_of[1], ""), "")
             default = "parameters" if "maybe-live-out" in words else "inputs"

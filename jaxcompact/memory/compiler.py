@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,9 @@ _NOISE += (b"Source Location Trace",)
 # and take the first after all. That is half of the time of a compile. LLVM's
 # optimizations come after all buffers are assigned.
 _OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}}
+
+LEAST_CONSTANT = 1024  # bytes: smaller ones are numbers in the code
+_CONSTANT = re.compile(r"^allocation \d+: size (\d+),.* constant:$", re.M)
 
 _LEAST_OF_CUDA_13 = 7.5  # compute capability
 
@@ -51,7 +55,14 @@ class Program:
         """Of one device; what is donated is overwritten by outputs."""
         stats = self.stats
         outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
-        return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
+        given = stats.argument_size_in_bytes + self.constant_bytes
+        return given + outputs + stats.temp_size_in_bytes
+
+    @property
+    def constant_bytes(self) -> int:
+        """What the program holds itself: arrays that the step closes over."""
+        sizes = map(int, _CONSTANT.findall(self.assignment))
+        return sum(size for size in sizes if size >= LEAST_CONSTANT)
 
 
 def lower(

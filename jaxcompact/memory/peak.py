@@ -18,7 +18,7 @@ from jaxcompact.memory import compiler
 from jaxcompact.memory.buffers import KINDS, Buffer, buffers, operations
 from jaxcompact.memory.cards import find_device, here
 
-_FORMAT = 6  # of what is cached
+_FORMAT = 7  # of what is cached
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class Peak:
     Attributes:
         device: short name of the card.
         devices: how many.
-        peak_bytes: arguments, outputs and temporaries; an output that takes a donated
-            argument's place counts once.
+        peak_bytes: arguments, constants, outputs and temporaries; an output that takes
+            a donated argument's place counts once.
         argument_bytes: of the arguments.
+        constant_bytes: of the arrays of 1 KiB and more that the step closes over.
         output_bytes: of the outputs that take no argument's place.
         temporary_bytes: of the block that all temporaries share.
         host_bytes: in the host's memory: what is offloaded.
@@ -43,6 +44,7 @@ class Peak:
     devices: int
     peak_bytes: int
     argument_bytes: int
+    constant_bytes: int
     output_bytes: int
     temporary_bytes: int
     host_bytes: int
@@ -86,9 +88,10 @@ def peak(
 ) -> Peak:
     """The memory that ``step(*args)`` takes on a card, compiled for it and not run.
 
-    ``peak = arguments + outputs + temporaries - donated``, of XLA's buffers for that
-    card, to the byte. Needs no card and no driver, but ``jaxcompact[memory]``: jax's
-    CUDA plugin, and cuDNN if the step calls it. Answers are kept in
+    ``peak = arguments + constants + outputs + temporaries - donated``, of XLA's buffers
+    for that card, to the byte. Constants are arrays that the step closes over. Needs no
+    card and no driver, but ``jaxcompact[memory]``: jax's CUDA plugin, and cuDNN if the
+    step calls it. Answers are kept in
     ``~/.cache/jaxcompact`` (``JAXCOMPACT_CACHE``), by program.
 
     Args:
@@ -138,12 +141,14 @@ def peak(
     program = compiler.compile_lowered(lowered, card)
     stats = program.stats
     temporaries, arguments = stats.temp_size_in_bytes, stats.argument_size_in_bytes
+    constants = program.constant_bytes
     found = Peak(
         device=device,
         devices=count,
         peak_bytes=program.peak_bytes,
         argument_bytes=arguments,
-        output_bytes=program.peak_bytes - arguments - temporaries,
+        constant_bytes=constants,
+        output_bytes=program.peak_bytes - arguments - constants - temporaries,
         temporary_bytes=temporaries,
         host_bytes=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes

@@ -16,6 +16,7 @@ from jaxcompact.memory.cards import Device, find_device, here
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
+from jaxcompact.planner.roofline import nbytes_of
 from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.program import Program
@@ -220,5 +221,5 @@ def _point(
     makers = {v: op for op in traced.ops for v in op.outs}
     seconds = sum(operation_seconds(op, card, makers) for op in traced.ops)
     avals = (traced.avals[v] for v in stored - fixed)
-    nbytes = sum(a.size * a.dtype.itemsize for a in avals if not on_host(a))
+    nbytes = sum(nbytes_of(a) for a in avals if not on_host(a))
     return Point(name, nbytes, seconds)

@@ -28,6 +28,8 @@ class IntegerProgram:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
 
+        if not self.least:
+            return np.zeros(0, bool)
         rows, columns, entries, bounds = [], [], [], []
         for i, (terms, least, most) in enumerate(self.rows):
             scale = max(map(abs, terms.values()))

@@ -19,6 +19,7 @@ _ACTIONS = {kind.__name__: kind for kind in (Save, Recompute, Derivative)} | {
     for kind in _CODECS
     if issubclass(kind, Codec) and kind is not Codec
 }
+_BEYOND = 1e18  # which no number of bytes or seconds is
 _IN_JSON = {  # what each kind of field is there, and is called
     str: (str, "a string"),
     Mapping[str, Action]: (dict, "an object"),
@@ -54,12 +55,24 @@ class Plan:
     peak_bytes: int = field(compare=False)
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
-        if tensor.name not in self.actions:
+        if tensor.name in self.actions:
+            return self.actions[tensor.name], "planned"
+        known = self._beside(tensor)
+        if not known:
             raise ValueError(
                 f"plan: it was made for another function: {self.block!r} had no "
                 f"{tensor.name!r}, but {', '.join(sorted(self.actions))}"
             )
-        return self.actions[tensor.name], "planned"
+        again = all(action == Recompute() for action in known)
+        return Recompute() if again else Save(), "planned for others of the loop's"
+
+    def _beside(self, tensor: Tensor) -> list[Action]:
+        """Of what else is kept of a loop, which is another part of it, and counted
+        otherwise, where other inputs are differentiated."""
+        loop, named, _ = tensor.name.rpartition(".residual")
+        if not named:
+            return []
+        return [a for n, a in self.actions.items() if n.startswith(loop + named)]
 
     def unused(self, names: set[str]) -> list[str]:
         return sorted(set(self.actions) - names)
@@ -134,6 +147,8 @@ def _require_fields(found: Any, kinds: Mapping[str, Any]) -> None:
         value, (kind, word) = found[name], _IN_JSON[kind]
         if isinstance(value, bool) or not isinstance(value, kind):
             raise ValueError(f"plan: {name} must be {word}, got {value!r}")
+        if kind not in (str, dict) and not abs(value) < _BEYOND:
+            raise ValueError(f"plan: {name} must be below {_BEYOND:.0e}")
 
 
 def _action(name: str, data: Any) -> Any:
@@ -144,7 +159,7 @@ def _action(name: str, data: Any) -> Any:
         )
     try:
         return _from_data(data)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"plan: the action of {name!r}: {error}") from None
 
 
@@ -155,9 +170,7 @@ def _from_data(data: Any) -> Any:
         return data
     kind = data.get("action")
     if not isinstance(kind, str) or kind not in _ACTIONS:
-        raise ValueError(
-            f"plan: action must be one of {', '.join(_ACTIONS)}, got {kind!r}"
-        )
+        raise ValueError(f"it must be one of {', '.join(_ACTIONS)}, got {kind!r}")
     values = {k: _from_data(v) for k, v in data.items() if k != "action"}
     if kind == "Chain":
         return Chain(*values.pop("codecs", ()), **values)

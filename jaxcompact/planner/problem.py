@@ -1,12 +1,15 @@
 """What a planner chooses among: the tensors of a block, and what each choice costs."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jaxcompact import policies
 from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
+from jaxcompact.kernels.explicit import part
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
@@ -31,7 +34,7 @@ class Option:
 
     Attributes:
         action: what a policy says for it.
-        nbytes: on the device, of one layer.
+        nbytes: on a device, of one layer.
         seconds: to encode and decode it.
         noise: mean square of what decoding adds to the gradient, relative to its own;
             where that was not measured, as much as it adds to the tensor.
@@ -100,7 +103,7 @@ def problem_of(
     """The block that a step checkpoints, and its choices.
 
     What is not chosen (masks, integers, the bodies of loops) is stored as by
-    `policies.int4`, or exactly if no error is allowed.
+    `policies.int4`; by `policies.int8`, or exactly, where loops would err by more.
 
     Raises ValueError for arguments that are none, named as those of `plan_step`.
     """
@@ -109,9 +112,13 @@ def problem_of(
     if found is not None and not isinstance(found, Sensitivity):
         raise ValueError(f"sensitivity must be a Sensitivity or None, got {found!r}")
     require_codecs(codecs)
-    base = policies.int4() if max_error > 0 else Compress(Save())
-    traces = block_of(make_step, base, "make_step", statistics=True)
-    return traces, problem(traces, base, tuple(codecs), card, found)
+    bases = [policies.int4(), policies.int8()] if max_error > 0 else []
+    for base in (*bases, Compress(Save())):
+        traces = block_of(make_step, base, "make_step", statistics=True)
+        asked = problem(traces, base, tuple(codecs), card, found)
+        if asked.noise <= max_error**2:
+            return traces, asked
+    raise AssertionError("what is exact makes no noise")
 
 
 def problem(
@@ -182,15 +189,18 @@ def _item(
     if not isinstance(source, int | Residual) or source in replay.keep:
         return None
     again = tensor.kind != "input"
+    aval = replay.graph.avals[source] if isinstance(source, int) else None
+    shape = part(replay.avals[source] if aval is None else aval)
+    option = partial(_option, tensor=tensor, shape=shape, card=card, found=found)
     if tensor.frozen or tensor.discrete:
         return None
     if tensor.kind in ("mask", "choice", "function"):
         return None
     if _kept_sum(tensor):
-        return Item(source, tensor, (_option(Save(), tensor, card, found),), again)
+        return Item(source, tensor, (option(Save()),), again)
     special = not tensor.floating or tensor.statistic or tensor.divisor
     if special and isinstance(action, Save | Codec):
-        return Item(source, tensor, (_option(action, tensor, card, found),), again)
+        return Item(source, tensor, (option(action),), again)
     if special:
         return None
     asked = action
@@ -199,7 +209,7 @@ def _item(
     actions = [Save()]
     if found and tensor.name in found.effects:
         measured = found.effects[tensor.name].errors
-        where = tensor.shape, tensor.dtype
+        where = shape, tensor.dtype
         actions += (codec for codec in measured if not codec.host_nbytes(*where))
     elif tensor.scores is not None or tensor.fused:
         actions += [asked] if isinstance(asked, Codec) else []
@@ -207,8 +217,7 @@ def _item(
         actions += [c for c in codecs if c.supports(tensor.dtype)]
     if card.host_bandwidth and Offload().supports(tensor.dtype):
         actions.append(Offload())
-    options = tuple(_option(a, tensor, card, found) for a in dict.fromkeys(actions))
-    return Item(source, tensor, options, again)
+    return Item(source, tensor, tuple(map(option, dict.fromkeys(actions))), again)
 
 
 def _kept_sum(tensor: Tensor) -> bool:
@@ -216,11 +225,16 @@ def _kept_sum(tensor: Tensor) -> bool:
 
 
 def _option(
-    action: Action, tensor: Tensor, card: Device, found: Sensitivity | None
+    action: Action,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    card: Device,
+    found: Sensitivity | None,
 ) -> Option:
+    """``shape``: of one device's part."""
+    dtype = tensor.dtype
     if not isinstance(action, Codec):
-        return Option(action, tensor.nbytes, 0.0, 0.0)
-    shape, dtype = tensor.shape, tensor.dtype
+        return Option(action, math.prod(shape) * dtype.itemsize, 0.0, 0.0)
     return Option(
         action,
         action.nbytes(shape, dtype),

@@ -3,7 +3,9 @@
 Seconds of an operation are those of its arithmetic or of its bytes, whichever are more;
 copies to the host's memory and back are not hidden behind anything.
 Elementwise operations take none: they are fused with what reads them. The rates are a
-card's data sheet's; two thirds of the arithmetic are what large products reach.
+card's data sheet's; two thirds of the arithmetic are what large products reach. Of
+values whose types say that they are shared by several devices it is one's part of them;
+what devices send each other is not counted.
 """
 
 import math
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Op, graph_of, inner_jaxprs, on_host
+from jaxcompact.kernels.explicit import part
 from jaxcompact.kinds import REDUCTIONS, expensive
 from jaxcompact.memory.cards import Device
 
@@ -27,12 +30,12 @@ def operation_seconds(op: Op, card: Device) -> float:
     """
     ins = [v.aval for v in op.eqn.invars if hasattr(v.aval, "shape")]
     outs = [v.aval for v in op.eqn.outvars if hasattr(v.aval, "shape")]
-    moved = sum(map(_nbytes, ins + outs)) / card.memory_bandwidth
+    moved = sum(map(nbytes_of, ins + outs)) / card.memory_bandwidth
     if op.kind in REDUCTIONS:
         return moved
     if op.kind == "device_put":
         pairs = zip(ins, outs, strict=True)
-        across = sum(_nbytes(a) for a, b in pairs if on_host(a) != on_host(b))
+        across = sum(nbytes_of(a) for a, b in pairs if on_host(a) != on_host(b))
         if across:  # without a link that is known, never
             return across / card.host_bandwidth if card.host_bandwidth else math.inf
         return moved
@@ -64,20 +67,21 @@ def codec_seconds(codec: Codec, shape: tuple[int, ...], dtype: Any, card: Device
 
 
 def _flops(op: Op, ins: list[Any], outs: list[Any]) -> float:
-    size = math.prod(outs[0].shape) if outs else 0
+    size = math.prod(part(outs[0])) if outs else 0
     if op.kind == "dot_general":
         ((axes, _), _) = op.eqn.params["dimension_numbers"]
-        return 2 * size * math.prod(ins[0].shape[a] for a in axes)
+        return 2 * size * math.prod(part(ins[0])[a] for a in axes)
     if op.kind == "conv_general_dilated":
         numbers = op.eqn.params["dimension_numbers"]
-        kernel = ins[1].shape
+        kernel = part(ins[1])
         return 2 * size * math.prod(kernel) / kernel[numbers.rhs_spec[0]]
     if "attention" in op.kind and len(ins[0].shape) == 4:  # cuDNN's
-        (batch, tokens, heads, width), others = ins[0].shape, ins[1].shape[1]
+        (batch, tokens, heads, width), others = part(ins[0]), part(ins[1])[1]
         products = 5 if "bwd" in op.kind else 2
         return 2 * products * batch * heads * tokens * others * width
     return 0
 
 
-def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
+def nbytes_of(aval: Any) -> int:
+    """On one device, where types say how values lie on several."""
+    return math.prod(part(aval)) * aval.dtype.itemsize

@@ -95,11 +95,16 @@ class Sensitivity:
         block: the block's name.
         base: the policy that says what is stored.
         effects: name -> its effect, of what is encoded.
+        measure: actions -> their own sensitivity, of the same gradient; None if that
+            is not known.
     """
 
     block: str
     base: ChoosesActions
     effects: Mapping[str, Effect] = field(hash=False)
+    measure: Callable[[Mapping[str, Action]], "Sensitivity"] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def error(self, actions: Mapping[str, Action]) -> float:
         """Of the gradient, relative, under actions by name: the root of their sum.
@@ -115,6 +120,37 @@ class Sensitivity:
             if name in self.effects and isinstance(action, Codec)
         )
         return sum(found) ** 0.5
+
+    def under(self, actions: Mapping[str, Action]) -> "Sensitivity":
+        """Measured again under actions by name, such as a plan's.
+
+        What a policy encodes is measured with everything beside it stored. What a plan
+        makes again is made of what it encodes: that moves the gradient further.
+        """
+        return self.measure(actions) if self.measure else self
+
+    def no_less_than(
+        self, other: "Sensitivity", codecs: Sequence[Codec]
+    ) -> "Sensitivity":
+        """With the effects of another of one codec each, and others in proportion."""
+        effects = dict(self.effects)
+        for name, effect in other.effects.items():
+            [(codec, error)] = effect.errors.items()
+            known = effects.get(name)
+            if known and known.error(codec) >= error:
+                continue
+            if known and known.error(codec) > 0:
+                ratio = error / known.error(codec)
+                errors = {c: e * ratio for c, e in known.errors.items()}
+            else:
+                each = known.errors if known else codecs
+                errors = {
+                    c: error * noise(c) / noise(codec)
+                    for c in (codec, *each)
+                    if c.supports(effect.dtype)
+                }
+            effects[name] = replace(effect, errors=errors)
+        return replace(self, effects=effects)
 
     def bits(self, actions: Mapping[str, Codec]) -> float:
         """An entry takes with these codecs, scales included, on average.
@@ -244,6 +280,19 @@ def measuring(
     if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
     require_codecs(codecs)
+    measure, args, name = _prepared(make_gradient, policy, codecs, probes)
+    if name:
+        raise ValueError(f"policy must encode something of {name!r}")
+    return measure, args
+
+
+def _prepared(
+    make_gradient: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    policy: ChoosesActions,
+    codecs: Sequence[Codec],
+    probes: int,
+) -> tuple[Callable[..., Sensitivity], tuple, str | None]:
+    """As `measuring`; and the block's name if nothing of it is encoded."""
     traces = block_of(make_gradient, policy, "make_gradient")
     asked: dict[str, tuple[Tensor, tuple[Codec, ...]]] = {}
     counts: Counter[str] = Counter()
@@ -260,8 +309,6 @@ def measuring(
             raise ValueError(
                 f"tensors of one name must have one shape, got {found[0]}, {tensor}"
             )
-    if not asked:
-        raise ValueError(f"policy must encode something of {traces.traced.label!r}")
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
     _, args = make_gradient(policy)
@@ -280,6 +327,10 @@ def measuring(
 
     probed = jax.jit(jax.grad(score, has_aux=True))
 
+    @functools.cache
+    def measure_under(actions: tuple[tuple[str, Action], ...]):
+        return _prepared(make_gradient, _Under(dict(actions), policy), (), probes)[0]
+
     def measure(key: jax.Array, *args: Any) -> Sensitivity:
         total = np.zeros(sum(sizes))
         for k in jax.random.split(key, probes):
@@ -295,9 +346,13 @@ def measuring(
                 )
             errors = dict(zip(each, found, strict=True))
             effects[name] = Effect(tensor.shape, tensor.dtype, errors, counts[name])
-        return Sensitivity(traces.traced.label, policy, effects)
 
-    return measure, args
+        def under(actions: Mapping[str, Action]) -> Sensitivity:
+            return measure_under(tuple(actions.items()))(key, *args)
+
+        return Sensitivity(traces.traced.label, policy, effects, under)
+
+    return measure, args, None if asked else traces.traced.label
 
 
 def is_real(value: Any) -> bool:
@@ -318,6 +373,21 @@ def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec,
         found += (replace(own, bits=b) for b in bits)
     found += (c for c in codecs if c.supports(tensor.dtype))
     return tuple(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, eq=False)
+class _Under:
+    """A plan's actions; what it does not know, as the fused attention of a card that
+    is not here, is stored as by the policy ``base``."""
+
+    actions: Mapping[str, Action]
+    base: ChoosesActions
+    statistics = True
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        if tensor.name in self.actions:
+            return self.actions[tensor.name], "planned"
+        return self.base.decide(tensor)
 
 
 @dataclass(frozen=True, eq=False)

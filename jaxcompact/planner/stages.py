@@ -1,13 +1,12 @@
 """A backward pass in stages, each with one expensive operation on cotangents."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
+from jaxcompact.planner.roofline import nbytes_of
 from jaxcompact.replay import Replay, Residual, Source
 from jaxcompact.schedule import in_order
 
@@ -64,9 +63,9 @@ def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
     cotangents = [0] * (stage + 1)
     for value, start in first.items():
         for k in range(start, last.get(value, start) + 1):
-            cotangents[k] += _nbytes(graph.avals[value])
-    sizes = {v: _nbytes(aval) for v, aval in enumerate(replay.graph.avals)}
-    sizes |= {s: _nbytes(aval) for s, aval in replay.avals.items()}
+            cotangents[k] += nbytes_of(graph.avals[value])
+    sizes = {v: nbytes_of(aval) for v, aval in enumerate(replay.graph.avals)}
+    sizes |= {s: nbytes_of(aval) for s, aval in replay.avals.items()}
     found = uses, operands, loaded
     each = ({s: frozenset(k) for s, k in d.items()} for d in found)
     needed = {s for s in sources if isinstance(s, int)}
@@ -80,7 +79,3 @@ def loads(op: Op) -> bool:
     Products and sums of segments are fused with what theirs are elementwise made of.
     """
     return expensive(op) and op.kind not in ("dot_general", "scatter-add")
-
-
-def _nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize

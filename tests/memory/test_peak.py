@@ -208,6 +208,18 @@ def test_sharded_is_unsharded_divided(count, axis_type):
     assert found.breakdown["inputs"] == whole.breakdown["inputs"] // count
 
 
+@pytest.mark.parametrize("size", [8, 512])
+def test_arrays_that_a_step_closes_over(size):
+    """They lie on the card as they would if they were given."""
+    x, frozen = S((64, size), F32), jax.random.normal(jax.random.key(0), (size, size))
+    given = jc.memory.peak(lambda x, frozen: jnp.sin(x @ frozen), x, frozen)
+    found = jc.memory.peak(lambda x: jnp.sin(x @ frozen), x)
+    inside = 4 * size**2 if size > 8 else 0  # as numbers in the code
+    assert found.constant_bytes == found.breakdown["constants"] == inside
+    assert found.peak_bytes == given.peak_bytes - (4 * size**2 - inside)
+    assert found.peak_bytes == sum(found.breakdown.values())
+
+
 def test_fully_sharded_parameters_are_gathered():
     """Each device holds an eighth of w and of x, and all of w while it is used."""
     x = sharded(8)

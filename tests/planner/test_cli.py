@@ -62,6 +62,10 @@ def test_a_table_and_a_file(run, tmp_path):
             ["my_module:make_block", "--plot", "no/front.png"],
             "--plot must be in a folder that is there, got 'no/front.png'",
         ),
+        (
+            ["my_module:make_block", "--plot", "front.txt"],
+            "--plot must end with .png, .pdf, .svg, got 'front.txt'",
+        ),
     ],
 )
 def test_errors_are_one_line(jaxcompact_main, arguments, message):

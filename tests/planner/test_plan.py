@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact.planner import candidates, search
@@ -34,6 +35,7 @@ def of(*shape):
 
 PARAMS = {"gate": of(D, FF), "up": of(D, FF), "down": of(FF, D)}
 X = of(8192, D)
+HUGE = 10**400  # no float
 MADE_UP = jc.Plan("block", {"x": jc.Save()}, "h200", 2**30, 0.0, 2**20, 0.0, 2**21)
 
 
@@ -177,9 +179,12 @@ def test_json_that_is_no_plan(text, message):
         ("seconds", None, "plan: seconds must be a number, got None"),
         ("error", "0", "plan: error must be a number, got '0'"),
         ("error", math.nan, "plan: NaN is no number"),
+        ("error", HUGE, r"plan: error must be below 1e\+18"),
+        ("budget", HUGE, r"plan: budget must be below 1e\+18"),
         ("seconds", math.inf, "plan: Infinity is no number"),
         ("name", "x", "plan: it must have block, .*, got .*, name"),
     ],
+    ids=lambda value: "huge" if value is HUGE else None,
 )
 def test_json_with_another_field(name, value, message):
     with pytest.raises(ValueError, match=message):
@@ -197,7 +202,7 @@ def test_json_with_another_field(name, value, message):
         ({"action": "Chain"}, r"codecs must be one or more codecs, got \(\)"),
         ({"action": "Chain", "codecs": 3}, "plan: the action of 'x': .*iterable"),
         ({"action": "Derivative", "codec": {}}, "must be one of Save, .*, got None"),
-        ({"action": "Quantized", "bits": 5}, "bits must be"),
+        ({"action": "Quantized", "bits": 5}, "plan: the action of 'x': bits must be"),
         ({"action": "Save", "bits": 5}, "plan: the action of 'x': .*bits"),
         ({"action": "Derivative"}, "plan: the action of 'x': .*codec"),
     ],
@@ -299,7 +304,13 @@ def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
             382, [141, 143, 143], [278.625, 240.125, 231.625], id="just above"
         ),
         pytest.param(
-            382, [141, 160, 160], [278.625, 240.125, 14.125], id="not understood"
+            382, [141, 160, 160], [278.625, 240.125, 190.125], id="by the most beside"
+        ),
+        pytest.param(
+            382,
+            [141, 160, 200, 200],
+            [278.625, 240.125, 190.125, 14.125],
+            id="not understood",
         ),
         pytest.param(382, [91, 91], [278.625], id="the first fits"),
         pytest.param(382, [61, 61], [278.625], id="a faster one would not"),
@@ -379,6 +390,72 @@ def test_weights_lie_on_several_devices(kind):
     assert found.breakdown["outputs"] == weights // 2 + pointers
 
 
+@pytest.mark.parametrize("count", [4, 64])
+def test_values_lie_on_several_devices(count):
+    """Whose types say so: the problem is that of one device's part."""
+    card = jc.memory.devices()["h200"]
+
+    def asked(*args):
+        make_step = search.scan_step(block, args, LAYERS, 0)
+        return problem_of(make_step, card, 0.2, None, CODECS)[1]
+
+    types = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.sharding.AbstractMesh((count,), ("data",), axis_types=types)
+
+    def shared(x, *spec):
+        place = jax.NamedSharding(mesh, jax.P(*spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    one = asked(PARAMS, X)
+    parts = asked(jax.tree.map(shared, PARAMS), shared(of(count * 8192, D), "data"))
+    assert [i.options for i in parts.items] == [i.options for i in one.items]
+    assert [*parts.runs.values()] == [*one.runs.values()] and sum(one.runs.values()) > 0
+    assert parts.stages.cotangents == one.stages.cotangents
+    assert [*parts.stages.sizes.values()] == [*one.stages.sizes.values()]
+
+
+def test_a_module_is_a_parameter(tmp_path, monkeypatch):
+    """With what else it holds: counts and keys of random numbers."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            kind = {"param_dtype": jnp.bfloat16, "use_bias": False, "rngs": rngs}
+            self.up, self.down = nnx.Linear(D, FF, **kind), nnx.Linear(FF, D, **kind)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jnp.sin(self.up(x)))
+
+    def plain(w, x):
+        return x + jnp.sin(x @ w[0]) @ w[1]
+
+    w = of(D, FF), of(FF, D)
+    model = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
+    quiet = {"layers": 2, "progress": lambda line: None}
+    found = jc.plan(
+        lambda m, x: m(x), model, of(4096, D), params=nnx.Param, budget="70MiB", **quiet
+    )
+    same = jc.plan(plain, w, of(4096, D), budget="70MiB", **quiet)
+    assert found.seconds == same.seconds > 0 and found.nbytes == same.nbytes
+
+
+@pytest.mark.parametrize("fun", [lambda w, x: x, lambda w, x: w])
+def test_a_block_of_which_nothing_is_stored(fun, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    found = jc.plan(fun, X, X, progress=lambda line: None)
+    assert found.nbytes == found.seconds == 0
+
+
+@pytest.mark.slow
+def test_the_budget_that_is_asked_for_is_enough(plan):
+    with pytest.raises(ValueError, match="budget must be .* or more") as refused:
+        plan("1MiB")
+    [least] = re.findall(r"must be (.*) or more", str(refused.value))
+    found = plan(least.replace(" ", ""))
+    assert found.peak_bytes <= found.budget
+
+
 def test_what_is_no_step():
     rule = r"make_step must return \(step, args\), a function and a tuple, got "
     with pytest.raises(ValueError, match=f"^{rule}int$"):
@@ -430,6 +507,56 @@ def test_layers_that_are_not_in_a_scan(shapes, one):
     else:
         with pytest.raises(ValueError, match="one block .* got 'layer' in 2 forms"):
             block_of(make, jc.policies.int4(), "make")
+
+
+def recurrent(w, x):
+    """Time, batch and width; what is kept of its scan depends on what moves."""
+
+    def cell(h, x):
+        h = jnp.tanh(x @ w["in"] + h @ w["state"])
+        return h, h
+
+    _, hs = jax.lax.scan(cell, jnp.zeros_like(x[0]), x)
+    return x + hs
+
+
+def chunked(w, x):
+    return x + jax.lax.map(lambda rows: jnp.sin(rows @ w["in"]) @ w["state"], x)
+
+
+def branched(w, x):
+    def other(x):
+        return x + jnp.sin(x @ w["state"])
+
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda x: x + jnp.tanh(x @ w["in"]), other, x)
+
+
+@pytest.mark.parametrize("fun", [recurrent, chunked, branched])
+@pytest.mark.parametrize("max_error", [0.0, 0.02, 0.2])
+def test_blocks_with_loops_and_branches(fun, max_error, monkeypatch, tmp_path):
+    """The layers of a scan, and one whose input is data."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        n: jax.random.normal(k, (64, 64)) / 8
+        for n, k in zip(["in", "state"], keys[:2], strict=True)
+    }
+    x = jax.random.normal(keys[2], (16, 4, 64))
+    found = jc.plan(
+        fun, w, x, layers=3, max_error=max_error, progress=lambda line: None
+    )
+    assert found.error <= max_error
+    inside = {type(a) for n, a in found.actions.items() if "/" in n}
+    assert (jc.Quantized in inside) == (max_error > 0)
+
+    def gradients(policy, of):
+        small = jc.checkpoint(fun, policy=policy, params=0)
+        loss = lambda w, x: jnp.square(small(w, small(w, x))).mean()  # noqa: E731
+        return jax.grad(loss, of)(w, x)
+
+    for of in (0, 1, (0, 1)):
+        error = relative(gradients(found, of), gradients(jc.Policy(), of))
+        assert error < (2 * max_error or 1e-6), of
 
 
 def test_without_error_loops_inside_are_exact_too():

@@ -217,6 +217,74 @@ def test_a_plan_counts_with_it(found, exact, limit):
     assert (solution.noise > 0.5 * limit**2) == (limit > 0)
 
 
+@pytest.mark.parametrize("limit", [0.03, 0.2])
+def test_what_is_made_again_of_what_is_encoded(limit, tmp_path, monkeypatch):
+    """Seven sums of a block come of x: as it is encoded, so are they, which moves the
+    gradient five times as far as x alone; a plan's error is that of all."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (8, D, D)) * 0.12
+    x, target = (jax.random.normal(key, (256, D)) for key in keys[1:])
+    layers = jnp.stack([w] * 3)
+
+    def deep(w, x):
+        for each in w:
+            x = x + jnp.tanh(x @ each)
+        return x
+
+    def make(policy):
+        wrapped = jc.checkpoint(deep, policy=policy, params=0, prevent_cse=False)
+
+        def loss(layers, x):
+            x, _ = jax.lax.scan(lambda x, w: (wrapped(w, x), None), x, layers)
+            return jnp.square(x - target).mean()
+
+        return jax.grad(loss), (layers, x)
+
+    def error(policy):
+        g, e = (flat(jax.jit(make(p)[0])(layers, x)) for p in (policy, jc.Policy()))
+        return float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e))
+
+    found = jc.sensitivity(make)
+    only = {"x": jc.Quantized(4), "*": jc.Recompute()}
+    real = error(jc.Policy(only))
+    names = dict.fromkeys(found.effects, jc.Recompute()) | {"x": jc.Quantized(4)}
+    assert real > 4 * found.error(names)
+    # The noise is far from small here: to first order it is no less.
+    assert found.under(names).error(names) == pytest.approx(real, rel=0.25)
+
+    plan = jc.plan(
+        deep,
+        w,
+        x,
+        layers=3,
+        budget="2.3MiB",
+        sensitivity=found,
+        max_error=limit,
+        progress=lambda line: None,
+    )
+    assert any(isinstance(a, jc.Quantized) for a in plan.actions.values())
+    assert error(plan) == pytest.approx(plan.error, rel=0.1)
+    assert 0 < plan.error <= limit
+
+
+def test_no_less_than_another():
+    four, eight = jc.Quantized(4), jc.Quantized(8)
+
+    def of(**errors):
+        effects = {name: Effect((8, 64), jnp.float32, e) for name, e in errors.items()}
+        return jc.Sensitivity("made_up", jc.policies.int4(), effects)
+
+    known = {four: 4.0, eight: 1.0}
+    small = of(a=known, b=known)
+    other = of(a={four: 2.0}, b={four: 12.0}, c={four: 1.0})
+    found = small.no_less_than(other, (four, eight)).effects
+    assert found["a"].errors == {four: 4.0, eight: 1.0}
+    assert found["b"].errors == {four: 12.0, eight: 3.0}
+    ratio = noise(eight) / noise(four)
+    assert found["c"].errors == pytest.approx({four: 1.0, eight: ratio})
+
+
 def test_what_a_card_without_a_host_is_offered():
     """No offloading, also where it was measured; every other codec that was."""
     base = jc.policies.uniform(jc.Offload())

@@ -225,7 +225,9 @@ def test_a_card_that_is_not_planned_for(tmp_path):
     made.measure = refuse
     assert made.again("plan", None, TOKENS)[0] == "plan"
     plan = jc.Plan("b", {}, "h200", 1, 0, 0, 0.01, 0)
-    made.measure = lambda *_: SimpleNamespace(error=lambda actions: 1.0)
+    own = SimpleNamespace(error=lambda actions: 1.0)  # where it makes tensors again
+    made.measure = lambda *_: SimpleNamespace(under=lambda actions: own)
     made.plan = refuse
     kept, said = made.again(plan, None, TOKENS)
     assert kept is plan and said.endswith("for want of another: not on this card")
+    assert said.startswith("gradient error of the plan 100.00%, planned 1.00%")

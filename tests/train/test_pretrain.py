@@ -642,6 +642,8 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--plan", "p", "--memory-budget", "1GiB"], "--memory-budget exclude each"),
         (["--explain-plan"], "--explain-plan needs --memory-budget or --plan"),
         (["--plan-device", "h100"], "--plan-device needs --memory-budget"),
+        (["--max-error", "0.1"], "--max-error needs --memory-budget"),
+        (["--plan", "p", "--max-error", "0"], "--max-error needs --memory-budget"),
         (
             ["--explain-plan", "--memory-budget", "1GiB", "--plan-plot", "front.xyz"],
             "--plan-plot must end with .png, .pdf, .svg, got front.xyz",
