@@ -33,7 +33,7 @@ def markdown(rows: Sequence[dict]) -> str:
             _setting(row),
             row["method"],
             f"{row['peak_bytes'] / 2**30:.2f}",
-            *(f"{row['breakdown'][kind] / 2**30:.2f}" for kind in kinds),
+            *(f"{row['breakdown'].get(kind, 0) / 2**30:.2f}" for kind in kinds),
             str(row["matmuls"]),
             f"{row['attention_forwards']} + {row['attention_backwards']}",
         ]
@@ -44,11 +44,11 @@ def markdown(rows: Sequence[dict]) -> str:
 
 
 def _shown(rows: Sequence[dict]) -> list[str]:
-    """The kinds that can be seen."""
+    """The kinds that can be seen; older rows lack the newest."""
     return [
         kind
         for kind in memory.KINDS
-        if any(row["breakdown"][kind] > 0.002 * row["peak_bytes"] for row in rows)
+        if any(r["breakdown"].get(kind, 0) > 0.002 * r["peak_bytes"] for r in rows)
     ]
 
 

@@ -417,7 +417,8 @@ ACTIONS = (
     | st.sampled_from([jc.Save(), jc.Recompute()])
     | st.builds(jc.Derivative, CODECS, st.none() | CODECS)
 )
-BYTES, REALS = st.integers(), st.floats(allow_nan=False) | st.integers()
+BYTES = st.integers(1 - 10**18, 10**18 - 1)  # a plan's numbers are below 1e18
+REALS = BYTES | st.floats(-1e18, 1e18, exclude_min=True, exclude_max=True)
 NUMBERS = st.tuples(BYTES, REALS, BYTES, REALS, BYTES)
 RULES = st.dictionaries(st.text(), ACTIONS, max_size=4)
 
