@@ -4,7 +4,7 @@
     python benchmarks/architectures.py all [MODEL ...]
     python benchmarks/architectures.py table
 
-Whole training steps with AdamW, compiled for an H200: GPT-2 and BERT-large with
+Whole training steps with AdamW, compiled for an H200: GPT-2 and BERT with
 attention in plain JAX, ResNet-50 of jax-resnet, Swin-T (swin.py), GCN and GAT of jraph
 on graphs as large as ogbn-arxiv. Full recomputation is `jax.checkpoint` around each
 layer or block. GACT's settings are models.py's; its automatic bits come from
@@ -14,6 +14,7 @@ results/architectures.jsonl that are there are not made again, but for those of
 another commit that lack batches.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -423,13 +424,17 @@ def table_of_larger() -> str:
 
 
 def main() -> None:
-    command, *rest = sys.argv[1:] or ["table"]
-    if command == "table":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("all", "table"))
+    parser.add_argument("models", nargs="*", help="whose names contain one of these")
+    arguments = parser.parse_args()
+    if arguments.command == "table":
         print(table(), table_of_larger(), sep="\n\n")
         return
 
     def asked(models: Iterable[str]) -> list[str]:
-        return [n for n in models if not rest or any(word in n for word in rest)]
+        words = arguments.models or [""]
+        return [name for name in models if any(word in name for word in words)]
 
     for search in (False, True):  # peaks first
         for name in asked(MODELS):

@@ -7,6 +7,7 @@ Needs no card: pip install ".[train,memory]". Methods as of memory.py, the proje
 of compact in as many blocks as tensor has devices.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -40,11 +41,11 @@ SETTINGS = [
 
 
 def main() -> None:
-    if sys.argv[1:] == ["table"]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("run", "table"))
+    if parser.parse_args().command == "table":
         table()
         return
-    if sys.argv[1:] != ["run"]:
-        raise SystemExit(__doc__)
     known = {key(row) for row in rows()}
     for model, batch, seq, sizes in SETTINGS:
         for method in METHODS:

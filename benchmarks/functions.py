@@ -9,6 +9,7 @@ them but ``jc.checkpoint`` or `jax.checkpoint` around the whole, for LoRA around
 layer. Rows of results/functions.jsonl that are there are not made again.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -198,7 +199,9 @@ def table() -> str:
 
 
 def main() -> None:
-    if sys.argv[1:] == ["all"]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("all", "table"))
+    if parser.parse_args().command == "all":
         everything()
     print(table())
 

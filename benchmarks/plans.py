@@ -14,6 +14,7 @@ Rows of results/plans.jsonl that are there are not made again: pip install
 ".[train,memory]".
 """
 
+import argparse
 import json
 import os
 import sys
@@ -237,7 +238,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def plot(path: str) -> None:
+def plot(path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
@@ -261,32 +262,43 @@ def plot(path: str) -> None:
 
 
 def main() -> None:
-    command, *rest = sys.argv[1:] or ["table"]
-    if command == "all":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("all", help="make the rows that are not there")
+    command.add_argument("models", nargs="*", help="whose names contain one of these")
+    command = commands.add_parser("table", help="print them")
+    command.add_argument("--plot", type=Path, help="and draw them to this file")
+    commands.add_parser("solver", help="how long the integer programs take")
+    commands.add_parser("segments", help="what a plan for each layer would gain")
+    command = commands.add_parser("actions", help="on a GPU: modelled and measured")
+    command.add_argument("model", help="whose name contains this")
+    arguments = parser.parse_args()
+    if arguments.command == "all":
         for model in MODELS:
-            if not rest or any(word in model for word in rest):
+            if any(word in model for word in arguments.models or [""]):
                 make(model)
-    elif command == "actions":
-        (make_step,) = (make for name, (make, _) in MODELS.items() if rest[0] in name)
+    elif arguments.command == "actions":
+        found = [make for name, (make, _) in MODELS.items() if arguments.model in name]
+        if len(found) != 1:
+            raise SystemExit(f"MODEL is in the name of one of {', '.join(MODELS)}")
         print("| action | modelled us | measured us | times |\n|---|---|---|---|")
-        card = devices()[here()]
-        for name, modelled, seconds in actions(make_step, card):
+        for name, modelled, seconds in actions(found[0], devices()[here()]):
             times = f"{1e6 * modelled:.1f} | {1e6 * seconds:.1f}"
             print(f"| {name} | {times} | {seconds / modelled:.2f} |")
-    elif command == "solver":
+    elif arguments.command == "solver":
         print("| block of | fastest s | slowest s |\n|---|---|---|")
         for model, (make_step, _) in MODELS.items():
-            found = solver_seconds(make_step)
-            print(f"| {model} | {min(found):.2f} | {max(found):.2f} |", flush=True)
-    elif command == "segments":
+            seconds = solver_seconds(make_step)
+            print(f"| {model} | {min(seconds):.2f} | {max(seconds):.2f} |", flush=True)
+    elif arguments.command == "segments":
         print("| model | saved of the step's time, mean | most |\n|---|---|---|")
         for model in MODELS:
             gains = freedom(model)
             print(f"| {model} | {np.mean(gains):.1%} | {max(gains):.1%} |", flush=True)
     else:
         print(table())
-        if rest[:1] == ["--plot"]:
-            plot(rest[1])
+        if arguments.plot:
+            plot(arguments.plot)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ OUT is gpu.sh's folder, benchmarks/results/gpu. Steps stand beside the exact one
 their model and run, kernels beside XLA's code of theirs.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results.md"
+GPU = ROOT / "benchmarks/results/gpu"
 HEADING = "## On a GPU\n"
 PRINTED = {  # by parts that print tables themselves
     "memory": "Peak, compiled and of the allocator",
@@ -22,14 +23,16 @@ NOTHING = "No GPU was at hand: nothing below was timed on one, and no speed is c
 
 
 def main() -> None:
-    write = "--write" in sys.argv
-    folders = [argument for argument in sys.argv[1:] if argument != "--write"]
-    folder = Path(folders[0] if folders else ROOT / "benchmarks/results/gpu")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", metavar="OUT", nargs="?", type=Path, default=GPU)
+    parser.add_argument("--write", action="store_true", help=f"in {RESULTS.name}")
+    arguments = parser.parse_args()
+    folder = arguments.folder
     if not (folder / "step.jsonl").exists():
         raise SystemExit(f"{folder} holds no step.jsonl: benchmarks/gpu.sh makes it")
     text = report(folder)
     print(text)
-    if write:
+    if arguments.write:
         RESULTS.write_text(written(RESULTS.read_text(), text))
 
 

@@ -9,6 +9,7 @@ over its operations of bytes or products at an H200's full rate, whichever take 
 nothing can be faster, and how much slower it is a card will tell.
 """
 
+import argparse
 import json
 import sys
 from contextlib import nullcontext
@@ -41,11 +42,11 @@ SETTINGS = [("350m", 128, 256), ("1b", 32, 1024)]
 
 
 def main() -> None:
-    if sys.argv[1:] == ["table"]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("run", "table"))
+    if parser.parse_args().command == "table":
         print(table())
         return
-    if sys.argv[1:] != ["run"]:
-        raise SystemExit(__doc__)
     known = {key(row) for row in rows()}
     for setting in SETTINGS:
         for method in METHODS:
