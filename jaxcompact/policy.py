@@ -184,7 +184,8 @@ class Compress:
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         if not tensor.floating:
             return self._decide_exact(tensor)
-        if tensor.kind == "function":
+        read = tensor.discrete or tensor.divisor  # by a rule of `jax.custom_vjp`
+        if tensor.kind == "function" and not read:
             if tensor.step:
                 return Derivative(BitMask()), "its derivative is 0 or 1"
             return Recompute(), "elementwise"

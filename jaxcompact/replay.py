@@ -210,12 +210,12 @@ class Replay:
             value = self.links.get(source, source)
             if source in self.fixed:
                 continue
-            if value in self.steep or value in self.decided:  # also what has links
-                self.chosen[value] = self._decide_residual(source)
-            elif source in self.links:
-                continue
-            elif isinstance(source, Residual):
-                self.chosen[source] = self._decide_residual(source)
+            if isinstance(source, Residual):
+                asked = value in self.steep or value in self.decided
+                if (
+                    asked or source not in self.links
+                ):  # else it is the graph's to decide
+                    self.chosen[value] = self._decide_residual(source)
             elif isinstance(source, Choice):
                 self.chosen[source] = self._decide(self._choice(source), source)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.ode import odeint
 
 import jaxcompact as jc
 from jaxcompact.planner.milp import solve
@@ -87,6 +88,63 @@ def spike(v):
 
 
 spike.defvjp(lambda v: (spike(v), v), lambda v, g: (g / (1 + jnp.abs(v)),))
+
+
+@jax.custom_vjp
+def linear_relu(x, w):
+    return jax.nn.relu(x @ w)
+
+
+def linear_relu_backward(residuals, g):
+    x, w, y = residuals
+    g = jnp.where(y > 0, g, 0)
+    return g @ w.T, x.T @ g
+
+
+linear_relu.defvjp(
+    lambda x, w: ((y := linear_relu(x, w)), (x, w, y)), linear_relu_backward
+)
+
+
+@jax.custom_vjp
+def relu_linear(x, w):
+    return jax.nn.relu(x) @ w
+
+
+relu_linear.defvjp(
+    lambda x, w: (relu_linear(x, w), (x, w)),
+    lambda xw, g: (
+        jnp.where(xw[0] > 0, g @ xw[1].T, 0),
+        jax.nn.relu(xw[0]).T @ g,
+    ),
+)
+
+
+@jax.custom_vjp
+def scaled_linear(x, s, w):
+    return (x / s) @ w
+
+
+def scaled_linear_backward(residuals, g):
+    x, s, w = residuals
+    inside = jnp.abs(x / s) <= 2
+    return inside * (g @ w.T) / s, None, (x / s).T @ g
+
+
+scaled_linear.defvjp(
+    lambda x, s, w: (scaled_linear(x, s, w), (x, s, w)), scaled_linear_backward
+)
+
+
+def quantization_aware(p, x):
+    h = x @ p["w"]
+    return scaled_linear(h, jnp.abs(h).max(-1, keepdims=True) / 3, p["v"])
+
+
+def flow(p, x):
+    times = jnp.linspace(0.0, 1.0, 3)
+    return odeint(lambda y, t: jnp.tanh(y @ p["w"]), x, times)
+
 
 NEAR_ONE = jnp.linspace(0.9, 0.999, 64)[:, None] * X
 NEAR_ONE /= jnp.linalg.norm(X, axis=-1, keepdims=True)
@@ -291,6 +349,19 @@ CASES = {
     ),
     "logarithms with a factor": (scaled_logarithms, ONE, X),
     "binarized": (lambda p, x: binarized(x @ p["w"]) @ p["v"], TWO, X),
+    "its result kept by hand": (
+        lambda p, x: linear_relu(x, p["w"]) @ p["v"],
+        TWO,
+        X,
+    ),
+    "decided by hand": (lambda p, x: relu_linear(x @ p["w"], p["v"]), TWO, X),
+    "decided by hand of a function": (
+        lambda p, x: relu_linear(jnp.tanh(x @ p["w"]), p["v"]),
+        TWO,
+        X,
+    ),
+    "divided by hand": (quantization_aware, TWO, X),
+    "differential equation": (flow, ONE, X),
     "remainder": (lambda p, x: jnp.mod(4 * (x @ p["w"]), 3.0) ** 2, ONE, X),
 }
 
