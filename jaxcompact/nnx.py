@@ -116,9 +116,12 @@ def checkpoint(
 ) -> Callable:
     """`flax.nnx.remat`, which can also encode what it saves.
 
-    ``fun`` takes modules among its arguments, and may change their state (batch
-    statistics, RNG counts) as ever. Arrays among the arguments may be encoded; NNX
-    variables, parameters and all other state, never are. See `jaxcompact.checkpoint`.
+    ``fun`` takes modules among its arguments, and may change the values of their state
+    (batch statistics, RNG counts) as ever. Arrays among the arguments may be encoded;
+    NNX variables, parameters and all other state, never are. See
+    `jaxcompact.checkpoint`.
+
+    Raises ValueError if ``fun`` gives a module another variable or attribute.
 
     >>> import jax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -138,12 +141,18 @@ def checkpoint(
 
     def pure(static, variables, rest):
         graphdef, positions, constants = static
-        args, kwargs = nnx.merge(graphdef, variables, rest, copy=True)
-        args = list(args)
+        node = nnx.merge(graphdef, variables, rest, copy=True)
+        args, kwargs = list(node[0]), node[1]
         for position, value in zip(positions, constants, strict=True):
             args.insert(position, value)
         outs = fun(*args, **kwargs)
-        return outs, nnx.state((args, kwargs), nnx.Variable)
+        if nnx.graphdef(node) != graphdef:
+            raise ValueError(
+                "fun may change the values of a module's variables, not which "
+                "variables and attributes it has, nor attributes that are no "
+                "variables: flax.nnx.remat takes such a fun"
+            )
+        return outs, nnx.state(node, nnx.Variable)
 
     inner = functional_checkpoint(
         functools.wraps(fun)(pure),

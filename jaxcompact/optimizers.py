@@ -48,8 +48,9 @@ def in_subspace(
     To accumulate gradients, add up those of the microbatches, as they are, and call
     update once. Or put `optax.MultiSteps` inside: its accumulator is r x m and float32,
     and P stays for all of its mini-steps; but what is chained after `in_subspace` (a
-    weight decay, a schedule) then runs at every mini-step. `optax.apply_if_finite` goes
-    inside too: around it, it refuses updates that have other shapes than gradients.
+    weight decay, a schedule) then runs at every mini-step. `optax.apply_if_finite`,
+    `optax.conditionally_transform` and `optax.adaptive_grad_clip` go inside too: around
+    it, they meet updates that have other shapes than gradients.
 
     Args:
         subspace: the one given to `value_and_grad`. A state that was made under another
@@ -250,10 +251,12 @@ def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
         if not isinstance(shape, tuple):
             raise ValueError(f"updates: {name!r} must be an array: {leaf!r}")
         if slot is not None and shape != slot.sketch_shape:
+            whole = (*slot.stack, slot.width, slot.outputs)
+            around = " (optax.MultiSteps goes inside)" if shape == whole else ""
             raise ValueError(
                 f"updates: the gradient of {slot.path!r} must be its sketch of shape "
                 f"{slot.sketch_shape}, as jaxcompact.value_and_grad returns it, got "
-                f"{shape}"
+                f"{shape}{around}"
             )
 
 

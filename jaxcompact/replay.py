@@ -141,6 +141,13 @@ class Replay:
                 )
         elif hasattr(action, "supports") and not action.supports(tensor.dtype):
             raise ValueError(f"policy: {action} can't store {tensor} of {tensor.dtype}")
+        elif isinstance(action, Codec):
+            try:
+                action.nbytes(tensor.shape, tensor.dtype)
+            except ValueError as error:
+                raise ValueError(
+                    f"policy: {action} can't store {tensor}: {error}"
+                ) from None
         return tensor, action, reason
 
     def _chooses(self, op: Op) -> bool:

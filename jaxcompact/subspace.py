@@ -256,6 +256,10 @@ def value_and_grad(
     return wrapped
 
 
+# What jax says of a SketchedKernel that is read as an array, or as a tree of arrays.
+_OF_A_KEY = ("abstract method", "dtype key<", "'key<", "__jax_array__")
+
+
 def require_subspace(subspace: Any) -> None:
     if not isinstance(subspace, Subspace):
         raise ValueError(f"subspace must be a Subspace, got {subspace!r}")
@@ -299,8 +303,19 @@ def with_sketches(
         )
 
     def of_sketches(tree, *args, **kwargs):
-        with shared_sketches():
-            return fun(map_named(kernel, tree, params), *args, **kwargs)
+        sketched = map_named(kernel, tree, params)
+        try:
+            with shared_sketches():
+                return fun(sketched, *args, **kwargs)
+        except (NotImplementedError, TypeError, ValueError) as error:
+            if any(sign in str(error) for sign in _OF_A_KEY):
+                paths = ", ".join(slot.path for slot in slots.values())
+                error.add_note(
+                    f"In the subspace are {paths}: each is a weight, a sketch and a "
+                    "PRNG key here. Cast only floating point leaves, read kernels by "
+                    "jaxcompact.linear, and leave penalties to the optimizer."
+                )
+            raise
 
     return of_sketches, map_named(zeros, params)
 

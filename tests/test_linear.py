@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
 
@@ -401,6 +402,23 @@ def test_a_layer_that_knows_no_sketches_says_so(read):
         jc.value_and_grad(plain, subspace())(
             {"kernel": jnp.ones((N, M))}, layer_input(), step=0
         )
+
+
+TREE_READERS = {
+    "cast": lambda p: jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)["bias"],
+    "penalty": lambda p: sum(jnp.sum(w**2) for w in jax.tree.leaves(p)),
+    "norm": optax.tree.norm,
+    "product": lambda p: jax.lax.dot(jnp.ones((1, N)), p["kernel"]),
+}
+
+
+@pytest.mark.parametrize("read", TREE_READERS.values(), ids=TREE_READERS)
+def test_a_tree_that_is_read_as_arrays_says_what_it_is(read):
+    def loss(params, x):
+        return jnp.sum(jc.linear(x, params["kernel"])) + jnp.sum(read(params))
+
+    with pytest.raises(Exception, match="In the subspace are kernel: each is a weight"):
+        jc.value_and_grad(loss, subspace())(layer_params(), layer_input(), step=0)
 
 
 def test_a_loop_that_reads_a_sketched_kernel_leaks_nothing():

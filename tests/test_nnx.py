@@ -151,6 +151,33 @@ def test_checkpoint_leaves_state_as_the_module_does():
     assert 0.0 < jnp.linalg.norm(got - exact) < 0.02 * jnp.linalg.norm(exact)
 
 
+def test_checkpoint_with_a_static_argument_before_the_module():
+    model = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+    block = cnnx.checkpoint(lambda scale, m, x: m(scale * x), static_argnums=0)
+    block(2.0, model, X)
+    np.testing.assert_allclose(model.mean[...], 0.02 * X.mean(0), rtol=1e-5, atol=1e-7)
+
+
+class Counted(nnx.Module):
+    def __init__(self):
+        self.linear, self.calls = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0
+
+    def count(self, x):
+        self.calls += 1
+        return self.linear(x)
+
+    def remember(self, x):
+        self.last = nnx.Cache(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("method", ["count", "remember"])
+def test_checkpoint_refuses_other_variables_and_attributes(method):
+    block = cnnx.checkpoint(lambda m, x: getattr(m, method)(x))
+    with pytest.raises(ValueError, match=r"not which variables and.*nnx\.remat"):
+        block(Counted(), X)
+
+
 def test_checkpoint_of_layers_in_a_scan():
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)

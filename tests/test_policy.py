@@ -276,6 +276,11 @@ def test_names_inside_loops_and_branches():
             "dot_general.0",
             r"BitMask\(\) can't store dot_general.0 \[8,16",
         ),
+        (
+            jc.Quantized(8, axis=-3),
+            "dot_general.0",
+            r"Quantized.* can't store dot_general.0 \[8,16\].*: axis -3 needs",
+        ),
         (jc.Narrow(9), "x", r"Narrow\(limit=9\) can't store x \[8,16\] of float32"),
         (Q8, "argmax.0", r"Quantized.* can't store argmax.0 \[8\].* of int32"),
         (

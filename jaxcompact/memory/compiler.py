@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import topologies
 
 from jaxcompact.memory.cards import Device
@@ -78,8 +79,9 @@ def lower(
     jitted = hasattr(step, "trace")
     if jitted and donate is not None:
         raise ValueError("donate must be said to jax.jit if the step is jitted")
-    if not jitted:
-        step = jax.jit(step, donate_argnums=() if donate is None else donate)
+    if not jitted:  # what a step does to modules is lost in jax.jit
+        jit = nnx.jit if modules(args) else jax.jit
+        step = jit(step, donate_argnums=() if donate is None else donate)
     mesh, args = _placed(args, device, devices)
     try:
         with _set(mesh):
@@ -88,7 +90,19 @@ def lower(
         if "cuDNN not found" in str(error) or "cuDNN is not detected" in str(error):
             message = f"the step calls cuDNN, which is not installed: {INSTALL}"
             raise ImportError(message) from None
+        if "Unknown backend" in str(error):
+            raise NotImplementedError(
+                "the step must call nothing on the host to be compiled for a card that "
+                "is not here: jax.debug.print, jax.debug.callback, jax.pure_callback "
+                "and jax.experimental.io_callback do"
+            ) from None
         raise
+
+
+def modules(args: Any) -> list[tuple[Any, nnx.Pytree]]:
+    """NNX modules and optimizers among arguments, with their paths."""
+    found = jax.tree.leaves_with_path(args, is_leaf=lambda x: isinstance(x, nnx.Pytree))
+    return [(path, node) for path, node in found if isinstance(node, nnx.Pytree)]
 
 
 def _set(mesh: jax.sharding.Mesh) -> AbstractContextManager:

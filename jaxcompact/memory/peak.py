@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxcompact.memory import compiler
 from jaxcompact.memory.buffers import KINDS, Buffer, buffers, operations
@@ -95,7 +96,8 @@ def peak(
     ``~/.cache/jaxcompact`` (``JAXCOMPACT_CACHE``), by program.
 
     Args:
-        step: a function, jitted or not.
+        step: a function, jitted or not. One that changes NNX modules in place is
+            jitted by `flax.nnx.jit`, which keeps what it does to them.
         args: its arguments: arrays, or `jax.ShapeDtypeStruct`s. Those with a
             `jax.NamedSharding` lie so on the cards; the mesh may be of other devices,
             as many, or abstract. Those in the host's memory count as the card's:
@@ -109,8 +111,9 @@ def peak(
     ``jax.named_scope("logits")``.
 
     Raises ValueError for arguments that are none of these and a step that does not
-    compile; NotImplementedError for a card that the compiler does not take; ImportError
-    with the command that installs what is missing.
+    compile; NotImplementedError for a card that the compiler does not take, and for a
+    step that calls the host, as `jax.debug.print` does; ImportError with the command
+    that installs what is missing.
 
     >>> import jax, jax.numpy as jnp
     >>> from jaxcompact import memory
@@ -187,6 +190,24 @@ def _arguments(step: Callable, args: Sequence[Any]) -> Iterator[tuple[str, str]]
                     yield name, "parameters"
                 elif not _floating(leaf):
                     yield name, "inputs"
+        for path, module in compiler.modules(arg):
+            yield from _of_module(first + jax.tree_util.keystr(path), module)
+
+
+def _of_module(name: str, module: nnx.Pytree) -> Iterator[tuple[str, str]]:
+    """As nnx.jit names its variables."""
+    state = nnx.state(module)
+    variables = jax.tree.leaves_with_path(
+        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    for i, (path, variable) in enumerate(variables):
+        known = f"{name}.states[0][{i}]"
+        if "opt_state" in jax.tree_util.keystr(path):
+            yield known, "optimizer state"
+        elif isinstance(variable, nnx.Param):
+            yield known, "parameters"
+        elif not _floating(variable[...]):
+            yield known, "inputs"
 
 
 def _is_optimizer_state(node: Any) -> bool:

@@ -109,7 +109,7 @@ def plan_step(
     smallest plan takes (which it says), for a ``max_error`` that no plan keeps, for
     other arguments that are none of these, and for a step that checkpoints no block or
     several; ImportError without ``jaxcompact[memory]``; NotImplementedError for a card
-    that the compiler does not take.
+    that the compiler does not take, and for a step that calls the host.
 
     Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
     """

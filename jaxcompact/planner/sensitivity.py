@@ -282,7 +282,9 @@ def measuring(
     require_codecs(codecs)
     measure, args, name = _prepared(make_gradient, policy, codecs, probes)
     if name:
-        raise ValueError(f"policy must encode something of {name!r}")
+        raise ValueError(
+            f"policy must encode something of {name!r}, outside of its loops"
+        )
     return measure, args
 
 
@@ -312,11 +314,14 @@ def _prepared(
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
     _, args = make_gradient(policy)
+    tree = jax.tree.structure(tuple(args))
 
-    def score(probe, signs, *args):
+    def score(
+        probe, signs, *leaves
+    ):  # an NNX module belongs to the trace it is made in
         probing = _Probing(policy, asked, starts, (probe,))
         gradient, _ = make_gradient(probing)
-        grads = jax.tree.leaves(gradient(*args))
+        grads = jax.tree.leaves(gradient(*jax.tree.unflatten(tree, leaves)))
         keys = jax.random.split(signs, len(grads))
         moved = squared = 0.0
         for k, g in zip(keys, grads, strict=True):
@@ -334,7 +339,8 @@ def _prepared(
     def measure(key: jax.Array, *args: Any) -> Sensitivity:
         total = np.zeros(sum(sizes))
         for k in jax.random.split(key, probes):
-            moved, squared = probed(jnp.zeros(sum(sizes), jnp.float32), k, *args)
+            zeros, leaves = jnp.zeros(sum(sizes), jnp.float32), jax.tree.leaves(args)
+            moved, squared = probed(zeros, k, *leaves)
             total += np.asarray(moved, np.float64) / float(squared) / probes
         effects = {}
         for name, (tensor, each) in asked.items():

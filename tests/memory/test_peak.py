@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
@@ -120,6 +121,58 @@ def test_the_kinds_of_a_training_step(optax_promotion):
     assert all(b.nbytes >= 0 for b in found.buffers)
     text = str(found)
     assert "NVIDIA A100-SXM4-80GB" in text and "opt_state[0].mu['head']" in text
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(256, 1024, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.down = nnx.Linear(1024, 256, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.gelu(self.up(x))))
+
+
+@pytest.mark.parametrize("jit", [None, nnx.jit])
+@pytest.mark.parametrize("pair", [False, True])
+def test_a_step_that_changes_modules_in_place(jit, pair, optax_promotion):
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    def of_pair(both, x):
+        step(*both, x)
+
+    model, x = Net(), S((4096, 256), F32)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    fun, donate = (of_pair, 0) if pair else (step, (0, 1))
+    args = ((model, optimizer), x) if pair else (model, optimizer, x)
+    if jit:
+        found = jc.memory.peak(jit(fun, donate_argnums=donate), *args)
+    else:
+        found = jc.memory.peak(fun, *args, donate=donate)
+    weights = 4 * (2 * 256 * 1024 + 256 + 1024)
+    assert found.breakdown["parameters"] == weights
+    # Adam's moments and count, and the optimizer's
+    assert found.breakdown["optimizer state"] in (2 * weights + 4, 2 * weights + 8)
+    assert found.breakdown["residuals"] >= 4 * 4096 * 1024
+    assert sum(found.breakdown.values()) == found.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x[0, 0]),
+        lambda x: jax.pure_callback(lambda x: x, S((512, 512), F32), x),
+    ],
+)
+def test_a_step_that_calls_the_host_is_refused(call):
+    def step(x):
+        return 2 * x, call(x)
+
+    with pytest.raises(NotImplementedError, match="call nothing on the host"):
+        jc.memory.peak(step, S((512, 512), F32))
 
 
 def test_gradients_of_layers_in_a_scan():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
@@ -268,6 +269,25 @@ def test_what_is_made_again_of_what_is_encoded(limit, tmp_path, monkeypatch):
     assert 0 < plan.error <= limit
 
 
+def test_modules_are_arguments():
+    """As their states are."""
+    model, x = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X[0, :, :16]
+    graphdef, state = nnx.split(model)
+
+    def loss(policy):
+        block = jc.checkpoint(lambda x, w: jnp.tanh(x @ w), policy=policy, params=1)
+        return lambda model, x: jnp.sum(block(jnp.sin(x), model.kernel[...]) ** 2)
+
+    def of_state(policy):
+        def gradient(state, x):
+            return jax.grad(lambda s: loss(policy)(nnx.merge(graphdef, s), x))(state)
+
+        return gradient, (state, x)
+
+    found = jc.sensitivity(lambda policy: (nnx.grad(loss(policy)), (model, x)))
+    assert found == jc.sensitivity(of_state) and found.effects
+
+
 def test_no_less_than_another():
     four, eight = jc.Quantized(4), jc.Quantized(8)
 
@@ -464,7 +484,7 @@ def test_tensors_of_one_name_count_together():
 
 
 def test_what_is_refused(found):
-    with pytest.raises(ValueError, match="policy must encode something of 'block'"):
+    with pytest.raises(ValueError, match="of 'block', outside of its loops"):
         jc.sensitivity(make_gradient, policy=jc.Policy())
     with pytest.raises(ValueError, match="probes must be a positive int, got 0"):
         jc.sensitivity(make_gradient, probes=0)
