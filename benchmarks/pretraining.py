@@ -55,6 +55,20 @@ VARIANTS = {
     "CompAct n/4, rademacher": {"name": "compact", "kind": "rademacher"},
     "CompAct n/4, sparse": {"name": "compact", "kind": "sparse"},
 }
+# CompAct's Figure 5: updates between new projections, the last of which is never.
+PERIODS = (1, 10, 50, PERIOD, 200, STEPS)
+SWEPT = ("CompAct n/2", "CompAct n/4", "CompAct n/8", "CompAct n/4, moment kept")
+
+
+def swept(label: str, period: int) -> str:
+    return label if period == PERIOD else f"{label}, every {period}"
+
+
+VARIANTS_SWEPT = {
+    swept(label, period): VARIANTS[label] | {"period": period}
+    for label in SWEPT
+    for period in PERIODS
+}
 
 
 def scale_by_channel_adam(b1=0.9, b2=0.999, eps=1e-8):
@@ -100,7 +114,7 @@ class Trainer:
 
         channel = variant["name"] == "channel"
         fields = variant | ({"name": "exact"} if channel else {})
-        method = methods.Method(**fields, period=PERIOD)
+        method = methods.Method(**({"period": PERIOD} | fields))
         subspace = method.subspace(seed)
         config = dataclasses.replace(MODELS["tiny"], vocab_size=data.vocab_size)
         schedule = optax.warmup_cosine_decay_schedule(
@@ -182,6 +196,12 @@ def pending(labels: list[str]) -> list[Job]:
                 todo += [(label, 0, steps, pair) for pair in GRID]
             else:
                 todo += [(label, seed, steps, pair) for seed in SEEDS[steps]]
+        if label in SWEPT and (pair := best(done, label, STEPS)):
+            todo += [
+                (swept(label, period), seed, STEPS, pair)
+                for period in PERIODS
+                for seed in SEEDS[STEPS]
+            ]
     have = set(map(job_of, done))
     return [job for job in todo if job not in have]
 
@@ -195,7 +215,8 @@ def run(source: str, part: str) -> None:
     labels = list(VARIANTS)[index - 1 :: parts]
     while jobs := pending(labels):
         label, seed, steps, _ = jobs[0]
-        trainer = Trainer(VARIANTS[label], seed, steps, data)
+        variant = (VARIANTS | VARIANTS_SWEPT)[label]
+        trainer = Trainer(variant, seed, steps, data)
         for job in jobs:
             if job[:3] != (label, seed, steps):
                 continue
@@ -223,6 +244,21 @@ def table() -> None:
             mean = statistics.fmean(losses)
             print(f"| {label} | {pair[0]:g} | {pair[1]:g} | {mean:.4f} | {each} |")
         print()
+    table_of_periods(done)
+
+
+def table_of_periods(done: list[dict]) -> None:
+    cells = [f"{period}" for period in PERIODS[:-1]] + ["never"]
+    print(f"| validation loss, a new P every | {' | '.join(cells)} |")
+    print("|---" * (1 + len(cells)) + "|")
+    for label in SWEPT:
+        pair, cells = best(done, label, STEPS), []
+        for period in PERIODS:
+            jobs = [(swept(label, period), s, STEPS, pair) for s in SEEDS[STEPS]]
+            losses = [row["loss"] for row in done if job_of(row) in jobs]
+            error = statistics.stdev(losses) / len(losses) ** 0.5
+            cells.append(f"{statistics.fmean(losses):.4f} ± {error:.4f}")
+        print(f"| {label} | {' | '.join(cells)} |")
 
 
 def main() -> None:
