@@ -6,15 +6,16 @@
 
 A directory whose files (or folders) are named train* and valid* or test* brings its own
 splits: test* is never read. Anything else is split here: about one document in 50 is
-held out, or the tail of a single document.
+held out, or of fewer than 50 the tail of each.
 """
 
+import functools
 import itertools
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -92,8 +93,9 @@ class FileCorpus:
             raise DataError(f"{self.name}: unreadable ({error})") from error
 
     def documents(self, split: Split, tally: Tally) -> Iterator[str]:
+        read = functools.partial(read_records, self.train)
         valid = None if self.valid is None else read_records(self.valid)
-        return _documents(read_records(self.train), valid, split, tally)
+        return _documents(read, valid, split, tally)
 
 
 class HubCorpus:
@@ -110,7 +112,7 @@ class HubCorpus:
         try:
             datasets = require("datasets", self.name)
             splits = datasets.load_dataset(self.dataset, self.config, streaming=True)
-            train, valid = self._records(splits["train"]), None
+            train, valid = functools.partial(self._records, splits["train"]), None
             if "validation" in splits:
                 valid = self._records(splits["validation"])
             yield from _documents(train, valid, split, tally)
@@ -158,16 +160,23 @@ def _stem(path: Path) -> str:
 
 
 def _documents(
-    train: Iterator[tuple[str, str | None]],
+    train: Callable[[], Iterator[tuple[str, str | None]]],
     valid: Iterator[tuple[str, str | None]] | None,
     split: Split,
     tally: Tally,
 ) -> Iterator[str]:
-    """The texts of a split, held out of `train` where there is no `valid`."""
+    """The texts of a split, held out of `train` where there is no `valid`.
+
+    Each call of `train` is a pass of its own: one finds out whether there are few,
+    which may be too large to be held in memory together.
+    """
     if valid is not None:
-        return _counted(train if split == "train" else valid, tally)
-    counted = tally if split == "train" else Tally()
-    return _hold_out(_counted(train, counted), split)
+        yield from _counted(train() if split == "train" else valid, tally)
+        return
+    begin = itertools.islice(_counted(train(), Tally()), HELD_OUT)
+    few = sum(1 for _ in begin) < HELD_OUT
+    counted = _counted(train(), tally if split == "train" else Tally())
+    yield from _tails(counted, split) if few else _hold_out(counted, split)
 
 
 def _counted(records: Iterable[tuple[str, str | None]], tally: Tally) -> Iterator[str]:
@@ -181,21 +190,22 @@ def _counted(records: Iterable[tuple[str, str | None]], tally: Tally) -> Iterato
             yield text
 
 
+def _tails(documents: Iterator[str], split: Split) -> Iterator[str]:
+    """The part of each document that belongs to a split: all are cut near their end."""
+    for text in documents:
+        cut = len(text) - max(1, len(text) // HELD_OUT)
+        if part := text[:cut] if split == "train" else text[cut:]:
+            yield part
+
+
 def _hold_out(documents: Iterator[str], split: Split) -> Iterator[str]:
-    """The part of a stream of documents that belongs to a split.
+    """The documents of a stream that belong to a split.
 
     By a hash of the content, so that copies fall on one side and a growing corpus keeps
     its split; the first two documents go to "train" and "valid", so that neither is
-    ever empty. A document alone is cut near its end.
+    ever empty.
     """
-    first, second = next(documents, None), next(documents, None)
-    if first is None:
-        return
-    if second is None:
-        cut = len(first) - max(1, len(first) // HELD_OUT)
-        yield first[:cut] if split == "train" else first[cut:]
-        return
-    for index, text in enumerate(itertools.chain((first, second), documents)):
+    for index, text in enumerate(documents):
         by_hash = zlib.crc32(text.encode()) % HELD_OUT == 0
         held_out = index == 1 if index < 2 else by_hash
         if held_out == (split == "valid"):

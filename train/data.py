@@ -22,8 +22,9 @@ from corpus import HELD_OUT, Corpus, Split, Tally, open_corpus
 from readers import DataError, crc_of
 from tokenizer import Tokenizer, fingerprint, load_saved, load_tokenizer, pieces
 
-_FORMAT = 3  # of the cache: raise it when the same source would give other tokens
+_FORMAT = 4  # of the cache: raise it when the same source would give other tokens
 _GROUP = 2_000_000  # characters encoded in one call
+VALID = 2**16  # tokens that `max_tokens` leaves of the held-out text at least
 _FEISTEL_ROUNDS = 6
 
 
@@ -143,9 +144,10 @@ def prepare(
 ) -> Dataset:
     """The tokens of a source (see corpus.py), from the cache if they are there.
 
-    `max_tokens` ends the reading of the training split about there: of a source like C4
-    a run reads only what it needs. Raises DataError if the source, the tokenizer or the
-    cache folder cannot be used.
+    `max_tokens` ends the training split there, and the reading soon after: of a source
+    like C4 a run reads only what it needs. Held out is a fiftieth, or `VALID` if that
+    is more. Raises DataError if the source, the tokenizer or the cache folder cannot be
+    used.
     """
     corpus = open_corpus(source)
     identity = corpus.identity()
@@ -165,7 +167,8 @@ def prepare(
         except OSError as error:
             if not folder.exists():  # else another process was faster: its work is ours
                 raise DataError(
-                    f"{cache}: cannot write tokens ({error}); name another cache folder"
+                    f"{cache}: cannot write tokens ({error}); set XDG_CACHE_HOME to "
+                    f"another folder"
                 ) from error
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -206,15 +209,18 @@ def _write(corpus: Corpus, spec: str, folder: Path, max_tokens: int | None) -> N
     tokenizer.save(folder)
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     tally, tokens = Tally(), {}
-    limits = {"train": max_tokens, "valid": max_tokens and max_tokens // HELD_OUT}
+    limits = {"train": max_tokens, "valid": None}
+    if max_tokens is not None:
+        limits["valid"] = max(VALID, max_tokens // HELD_OUT)
     for split, limit in limits.items():
         documents = corpus.documents(split, tally)
         with (folder / f"{split}.bin").open("wb") as file:
             tokens[split] = 0
             for ids in _encoded(documents, tokenizer):
+                ids = ids if limit is None else ids[: limit - tokens[split]]
                 file.write(ids.astype(dtype).tobytes())
                 tokens[split] += len(ids)
-                if limit is not None and tokens[split] >= limit:
+                if tokens[split] == limit:
                     break
     if empty := [split for split in tokens if not tokens[split]]:
         raise DataError(_nothing(corpus.name, tally, empty[-1]))
@@ -317,7 +323,13 @@ def _require_whole(tokens: np.memmap) -> None:
 
 def _default_cache_dir() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return caches.expanduser() / "jaxcompact"
+    try:
+        return caches.expanduser() / "jaxcompact"
+    except RuntimeError as error:  # no HOME, no entry in passwd
+        raise DataError(
+            f"{caches}: no home folder to keep tokens in ({error}); set XDG_CACHE_HOME "
+            f"to a folder"
+        ) from error
 
 
 def _short(count: int) -> str:

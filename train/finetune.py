@@ -271,8 +271,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
     plans.begin(start)
     logits_of = jax.jit(lambda params, tokens_bt: training.model(params)(tokens_bt))
     shardings = jax.tree.map(lambda x: x.sharding, job.tokens_abt)
-    tokens = job.tokens_abt.tokens_bt.size
-    every = max(1, len(data.train) // config.batch_size)  # an epoch
+    examples, tokens = len(data.train), job.tokens_abt.tokens_bt.size
     log = Log(
         config.folder,
         start=start,
@@ -296,7 +295,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
             batch = jax.device_put(batch, shardings)
             state, measured = train_step(state, batch)
             log.train(step, measured)
-            if step % every == 0 or step == steps:
+            if ends_epoch(step, examples, config.batch_size) or step == steps:
                 with log.paused():
                     scores = evaluate(logits_of, state, job, data, step)
                     log.scores(step, scores)
@@ -335,6 +334,15 @@ def read_batch(config: Config, data: Data, step: int) -> Examples:
         accumulate=config.task.accumulate,
         seed=config.optimizer.seed,
     )
+
+
+def ends_epoch(step: int, examples: int, batch_size: int) -> bool:
+    """Whether the update takes the last example of an epoch, or of several.
+
+    >>> [step for step in range(1, 12) if ends_epoch(step, 54, 16)]
+    [4, 7, 11]
+    """
+    return step * batch_size // examples > (step - 1) * batch_size // examples
 
 
 def evaluate(

@@ -53,10 +53,13 @@ def hold(folder: Path) -> None:
 
 
 def begin_folder(folder: Path, fixed: dict[str, Any]) -> None:
-    """Empties a folder of the run that it holds, and says which run is next."""
-    if holds_run(folder):
-        shutil.rmtree(folder)
-        folder.mkdir()
+    """Empties a folder of the run that it holds, and says which run is next.
+
+    The folder itself stays, as it may be a link to where there is room.
+    """
+    for path in folder.iterdir() if holds_run(folder) else ():
+        whole = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path) if whole else path.unlink()
     (folder / "config.json").write_text(json.dumps(fixed, indent=1))
 
 

@@ -102,8 +102,11 @@ def load_gpt2(directory: str | Path, **model_kwargs: Any) -> Gpt2:
     return filled(make, value)
 
 
-def save_gpt2(model: Gpt2, directory: str | Path) -> None:
-    """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype."""
+def save_gpt2(model: Gpt2, directory: str | Path, *, end: int | None = None) -> None:
+    """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype.
+
+    ``end``: the token's id that ends documents, if one does.
+    """
     directory, cfg = Path(directory), model.cfg
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     attn = params["layers"]["attn"]
@@ -112,8 +115,6 @@ def save_gpt2(model: Gpt2, directory: str | Path) -> None:
     tensors = write_tensors(
         params, lambda path: _names(path, cfg, _PREFIX), directory, transpose=False
     )
-    # What transformers takes if nothing is said, which few vocabularies have.
-    end = 50256 if cfg.vocab_size > 50256 else None
     config = {
         "architectures": ["GPT2LMHeadModel"],
         **{field: value for field, value in _FIXED.items() if value is not None},
@@ -122,7 +123,7 @@ def save_gpt2(model: Gpt2, directory: str | Path) -> None:
         "embd_pdrop": cfg.dropout,
         "resid_pdrop": cfg.dropout,
         "attn_pdrop": 0.0,
-        "bos_token_id": end,
+        "bos_token_id": end,  # if nothing is said, transformers takes 50256
         "eos_token_id": end,
         "torch_dtype": tensors[_PREFIX + _WORDS].dtype.name,
     }

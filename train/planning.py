@@ -144,6 +144,7 @@ class Plans:
     ) -> "Plans":
         """With the plan that was given, that of the run to resume, a new one, or none.
 
+        A run without a checkpoint begins anew, and so does its planning.
         Raises ValueError if there is none that can be used.
         """
         asked, saved = planner.options, plan_files.file_of(folder, 0)
@@ -152,10 +153,12 @@ class Plans:
             return cls(planner, folder, plan)
         if not asked.memory_budget:
             return cls(planner, folder, None)
-        if resume and saved.exists():
-            return cls(planner, folder, plan_files.load(saved, saved))
         if resume and Checkpoints(folder / "checkpoints").steps():
-            raise ValueError(f"{folder} cannot be resumed: its {saved.name} is gone")
+            if not saved.exists():
+                raise ValueError(
+                    f"{folder} cannot be resumed: its {saved.name} is gone"
+                )
+            return cls(planner, folder, plan_files.load(saved, saved))
         budget, device = asked.memory_budget, planner.device
         jc.planner.budget_bytes(budget, device)  # before the measuring
         print(f"{folder.name}: planning for {budget} of {device}")

@@ -212,7 +212,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
         checkpoints.drop_after(start)
         plans.begin(start)
     hosts.wait_for_all(f"{config.folder} is ready")
-    loss_of = jax.jit(job.training.loss)
+    loss_of = jax.jit(job.training.weighed_loss)
     log = Log(
         config.folder,
         start=start,
@@ -258,8 +258,7 @@ def export(job: Job, state: State, dataset: Dataset) -> None:
     """Writes the weights, and the tokenizer, as Hugging Face has them."""
     folder = job.config.folder / "weights"
     model = job.training.model(state.params)
-    pretrained.save(model, folder)
-    dataset.tokenizer.save(folder)
+    pretrained.save(model, dataset.tokenizer, folder)
     print(f"weights: {folder}", flush=True)
 
 
@@ -299,24 +298,26 @@ def device_batch(job: Job, dataset: Dataset, step: int) -> jax.Array:
 
 
 def read_validation(config: Config, dataset: Dataset) -> Iterator[np.ndarray]:
-    """Always the same batches, as large as a microbatch, (b, t + 1) int32."""
+    """Always the same batches, cut into microbatches, (b, t + 1) int32."""
     data = config.data
-    return dataset.eval_batches(
-        data.batch_size // data.accumulate, data.seq_len, config.output.eval_batches
+    batches = dataset.eval_batches(
+        data.batch_size, data.seq_len, config.output.eval_batches
     )
+    return (part for batch in batches for part in np.split(batch, data.accumulate))
 
 
 def evaluate(loss_of: Callable, state: State, job: Job, dataset: Dataset) -> float:
-    """Mean loss of the held-out batches."""
+    """Mean loss of the held-out batches; ``loss_of`` as `Training.weighed_loss`."""
     _, *shape = job.tokens_abt.shape
-    place, losses = NamedSharding(job.mesh, P(sharding.BATCH)), []
+    place, found = NamedSharding(job.mesh, P(sharding.BATCH)), []
     with jax.set_mesh(job.mesh):
         for batch in read_validation(job.config, dataset):
             tokens_bt = jax.make_array_from_callback(
                 tuple(shape), place, batch.__getitem__
             )
-            losses.append(loss_of(state.params, tokens_bt))
-    return float(np.mean(jax.device_get(losses)))
+            found.append(loss_of(state.params, tokens_bt))
+    loss_n, weight_n = np.array(jax.device_get(found)).T
+    return float(np.mean(weight_n * loss_n) / (np.mean(weight_n) or 1))
 
 
 def summarize(job: Job, loss: float, speed: float) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class DataOptions:
     data: str | None = option(
         None,
         "a file or directory of text, JSON lines (also .gz, .xz, .zst) or Parquet, or "
-        "hf:allenai/c4 (default: the source of Python's standard library)",
+        "hf:allenai/c4 (default: the source of Python's standard library). Its tokens "
+        "are kept in jaxcompact/ of XDG_CACHE_HOME, or of ~/.cache",
     )
     tokenizer: str | None = option(
         None,
@@ -186,9 +187,9 @@ class Config:
         # Data and weights are known by what is in them: see pretrain.prepare.
         others = ("data", "weights", "tokenizer", "max_skipped")
         kept = {k: v for k, v in together.items() if k not in others}
+        model = None if self.model.weights else self.model.name
         # Losses are of the same held-out text to the end.
-        own = {"model": self.model.name, "eval_batches": self.output.eval_batches}
-        return kept | own
+        return kept | {"model": model, "eval_batches": self.output.eval_batches}
 
 
 def parse(argv: Sequence[str] | None = None) -> list[Config]:

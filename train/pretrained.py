@@ -15,11 +15,10 @@ from huggingface import folder_of, read_json
 from pretrain_options import ModelOptions
 from readers import DataError
 from roberta_weights import save_roberta
-from tokenizer import ByteTokenizer, Tokenizer, special_ids
+from tokenizer import BEGIN_OF_TEXT, ByteTokenizer, Tokenizer, special_ids
 from weights import load_llama, save_llama
 
 _LOAD = {"llama": load_llama, "gpt2": load_gpt2}
-_SAVE = {ModelConfig: save_llama, GPT2Config: save_gpt2, RobertaConfig: save_roberta}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +83,14 @@ def shape_of(
     return cfg
 
 
-def save(model: nnx.Module, folder: Path) -> None:
-    """As Hugging Face has it."""
-    _SAVE[type(model.cfg)](model, folder)
+def save(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> None:
+    """As Hugging Face has them."""
+    if isinstance(model.cfg, RobertaConfig):
+        save_roberta(model, folder)
+    elif isinstance(model.cfg, GPT2Config):
+        save_gpt2(model, folder, end=tokenizer.eot)
+    else:
+        begins = map(tokenizer.token_id, BEGIN_OF_TEXT)
+        begin = next((number for number in begins if number is not None), None)
+        save_llama(model, folder, begin=begin, end=tokenizer.eot)
+    tokenizer.save(folder)

@@ -191,7 +191,7 @@ class Roberta(nnx.Module):
         token is not read.
         """
         if not self.cfg.labels:
-            return self._masked_loss(batch[:, :-1])
+            return self._masked_loss(batch)
         logits_bc = self(batch.tokens_bt, batch.noise)
         if self.cfg.multi_label:
             target_bc = batch.target_b.astype(jnp.float32)
@@ -203,12 +203,16 @@ class Roberta(nnx.Module):
         )
         return jnp.mean(losses_b)
 
-    def _masked_loss(self, tokens_bt: jax.Array) -> jax.Array:
-        tokens_bt = tokens_bt.at[:, 0].set(self.cfg.bos_id)
-        masked_bt, targets_bt = mask_words(self.cfg, tokens_bt)
+    def _masked_loss(self, batch_bt: jax.Array) -> jax.Array:
+        masked_bt, targets_bt = masked(self.cfg, batch_bt)
         x_btd = self.words(self.hidden(masked_bt))
         # The bias as one more row of the matrix, which an input of ones reads.
         matrices = self.embed.embedding[...].T, self.words.bias[...][None]
         kernel_dv = jnp.concatenate([laid_out(w, None, "tensor") for w in matrices])
         x_btd = jnp.pad(x_btd, ((0, 0), (0, 0), (0, 1)), constant_values=1)
         return next_token_loss(x_btd, kernel_dv, targets_bt)
+
+
+def masked(cfg: RobertaConfig, batch_bt: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is read of a batch of text, (b, t + 1), and what is to be said, (b, t)."""
+    return mask_words(cfg, batch_bt[:, :-1].at[:, 0].set(cfg.bos_id))

@@ -32,7 +32,7 @@ class Task:
         texts: columns of one text or of two.
         label: column of the class or the rating.
         labels: the classes, in order; none for a rating; None for those of the
-            training split, sorted, numbers by their value.
+            training file, sorted, numbers by their value.
         multi_label: an example has several of the classes, one, or none.
         scores: of `scores.SCORES`; the first is that of the papers' tables.
         dev: the held-out files, without their suffix; none for the first of dev,
@@ -168,8 +168,8 @@ def read_task(task: Task, path: str | Path) -> Splits:
     else:
         raise DataError(f"--task-data must be a folder of train and dev, got {path}")
     rows = {name: list(_labelled(task, t, broken)) for name, t in tables.items()}
+    together = rows["train"]  # all classes: the split here may hold out a rare one
     if len(rows) == 1:
-        together = rows["train"]
         held_out = [zlib.crc32("\t".join(row[1]).encode()) for row in together]
         split = {"train": [], "dev": []}
         for row, number in zip(together, held_out, strict=True):
@@ -178,7 +178,7 @@ def read_task(task: Task, path: str | Path) -> Splits:
     if empty := [name for name in rows if not rows[name]]:
         raise DataError(f"{path}: no example in {', '.join(empty)}")
     if task.labels is None:
-        names = sorted({name for row in rows["train"] for name in row[2]}, key=_order)
+        names = sorted({name for row in together for name in row[2]}, key=_order)
         if len(names) < 2:
             raise DataError(f"{path}: classes must be two or more, train has {names}")
         task = replace(task, labels=tuple(names))

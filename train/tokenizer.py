@@ -9,6 +9,7 @@ The package `tokenizers` is needed for all but bytes, and imported only there.
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,7 +21,11 @@ from readers import DataError, require
 
 # What a `roberta:N` begins with, in RoBERTa's order, which puts <mask> last.
 ROBERTA = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+CONFIG = "tokenizer_config.json"
+# What ends a document, where the tokenizer's folder says nothing of it.
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+END_OF_TEXT += ("<｜end▁of▁sentence｜>",)  # DeepSeek's
+BEGIN_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>")
 
 # A vocabulary of any size is settled long before this much text; all of C4 is not read.
 BPE_TRAINING_CHARACTERS = 200_000_000
@@ -29,7 +34,7 @@ PIECE = 100_000  # characters: what one thread of `tokenizers` is given
 
 class Tokenizer(Protocol):
     vocab_size: int
-    eot: int  # the id that separates documents
+    eot: int  # the id that separates documents; DataError if none is known
     name: str  # tokenizers of one name give the same ids
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -58,7 +63,7 @@ def load_tokenizer(spec: str | os.PathLike, texts: Iterable[str] = ()) -> Tokeni
     if (size := bpe_size(spec)) is not None:
         special = ROBERTA if spec.startswith("roberta") else END_OF_TEXT[:1]
         return _train_bpe(texts, size, special)
-    return JsonTokenizer(_read_json(spec), str(spec))
+    return JsonTokenizer(_read_json(spec), str(spec), _read_end(spec))
 
 
 def load_saved(folder: Path) -> Tokenizer:
@@ -71,7 +76,7 @@ def fingerprint(spec: str | os.PathLike) -> str:
     """What a cache of tokens must match: of a file its content, not its path."""
     if spec == "bytes" or bpe_size(spec) is not None:
         return str(spec)
-    return _content_name(_read_json(spec))
+    return _content_name(_read_json(spec) + (_read_end(spec) or ""))
 
 
 def bpe_size(spec: str | os.PathLike) -> int | None:
@@ -124,12 +129,17 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`, run by the package `tokenizers`."""
+    """A `tokenizer.json`, run by the package `tokenizers`.
 
-    def __init__(self, json: str, origin: str = "tokenizer.json"):
+    ``end``: the token that ends documents; by default the first of `END_OF_TEXT`.
+    """
+
+    def __init__(
+        self, text: str, origin: str = "tokenizer.json", end: str | None = None
+    ):
         tokenizers = require("tokenizers", f"tokenizer {origin!r}")
         try:
-            self._inner = tokenizers.Tokenizer.from_str(json)
+            self._inner = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the package raises no narrower class
             raise DataError(f"{origin}: not a tokenizer.json ({error})") from error
         # Such files may carry the limits of the model they were made for.
@@ -137,14 +147,24 @@ class JsonTokenizer:
         self._inner.no_padding()
         # A document that quotes "<|endoftext|>" does not end there.
         self._inner.encode_special_tokens = True
-        self._json = json
+        self._text = text
         vocab = self._inner.get_vocab()
         if not vocab:
             raise DataError(f"{origin}: its vocabulary is empty")
         self._origin = origin
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
-        self.eot = next((vocab[token] for token in END_OF_TEXT if token in vocab), 0)
-        self.name = _content_name(json)
+        first = next(filter(vocab.__contains__, END_OF_TEXT), None)
+        self._end = end if end in vocab else first
+        self.name = _content_name(text + (self._end or "") * (self._end != first))
+
+    @property
+    def eot(self) -> int:
+        if self._end is None:
+            raise DataError(
+                f"{self._origin}: it must have one of {', '.join(END_OF_TEXT)}, or lie "
+                f"beside a {CONFIG} whose eos_token it has, to end documents with"
+            )
+        return self._inner.token_to_id(self._end)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         try:
@@ -160,7 +180,20 @@ class JsonTokenizer:
         return self._inner.decode([int(i) for i in ids])
 
     def save(self, folder: Path) -> None:
-        (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
+        vocab = self._inner.get_vocab()
+        tokens = {"eos_token": self._end}
+        tokens["bos_token"] = next(filter(vocab.__contains__, BEGIN_OF_TEXT), None)
+        if vocab.keys() >= set(ROBERTA):
+            kinds = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
+            tokens |= zip(kinds, ROBERTA, strict=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{kind: token for kind, token in tokens.items() if token is not None},
+        }
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -178,7 +211,7 @@ def _train_bpe(
     texts: Iterable[str], size: int, special: tuple[str, ...]
 ) -> JsonTokenizer:
     tokenizers = require("tokenizers", f"a BPE of {size} ids")
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -190,6 +223,11 @@ def _train_bpe(
         show_progress=False,
     )
     inner.train_from_iterator(_first_characters(texts), trainer)
+    if special == ROBERTA:  # for who reads it with them; here they are added by hand
+        ends = (("</s>", 2), ("<s>", 0))
+        inner.post_processor = processors.RobertaProcessing(
+            *ends, trim_offsets=False, add_prefix_space=False
+        )
     return JsonTokenizer(inner.to_str())
 
 
@@ -214,5 +252,16 @@ def _read_json(path: str | os.PathLike) -> str:
         ) from error
 
 
-def _content_name(json: str) -> str:
-    return "json-" + hashlib.sha256(json.encode()).hexdigest()[:16]
+def _read_end(path: str | os.PathLike) -> str | None:
+    """What ends documents, as Hugging Face's file beside the tokenizer's says."""
+    try:
+        found = json.loads((Path(path).parent / CONFIG).read_text(encoding="utf-8"))
+        end = found.get("eos_token")
+    except (OSError, ValueError, AttributeError):  # none is there, or it is no object
+        return None
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) else None
+
+
+def _content_name(text: str) -> str:
+    return "json-" + hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,7 +18,7 @@ from gpt2 import Gpt2, Text
 from jaxcompact.kernels.explicit import laid_as
 from llama import Llama
 from methods import Method
-from roberta import Roberta
+from roberta import Roberta, masked
 
 MODEL = {ModelConfig: Llama, GPT2Config: Gpt2, RobertaConfig: Roberta}
 
@@ -100,9 +100,27 @@ class Training:
         """As the model has it: of the next token, of masked ones, of examples."""
         return self.model(params).loss(batch)
 
+    def weighed_loss(self, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """It, and how much it counts among those of other batches as large.
+
+        Masked words are not as many in each, and the loss is a mean over them.
+        """
+        return self.loss(params, batch), self._weight(batch)
+
+    def _weight(self, batch: Any) -> jax.Array:
+        if not self._guesses_words:
+            return jnp.float32(1)
+        _, targets_bt = masked(self.cfg, batch)
+        return (targets_bt >= 0).sum().astype(jnp.float32)
+
+    @property
+    def _guesses_words(self) -> bool:
+        return isinstance(self.cfg, RobertaConfig) and not self.cfg.labels
+
     def gradients(self, state: State, batches: Any) -> tuple[jax.Array, Any]:
         """Loss and gradients, the means over the microbatches, summed in float32.
 
+        Means over masked words count by how many these are: as in the whole batch.
         The microbatches are the first axis of every leaf. Compact's gradients are
         sketches, and are summed as such. A GPT-2's hidden states drop out, as a
         function of (seed, step, microbatch); in `loss` itself they do not.
@@ -115,19 +133,21 @@ class Training:
             return self.value_and_grad(state.params, first, step=state.step)
 
         def of(batch):
-            return self.value_and_grad(state.params, batch, step=state.step)
+            weight = self._weight(batch)
+            found = self.value_and_grad(state.params, batch, step=state.step)
+            return weight, jax.tree.map(lambda x: weight * x.astype(jnp.float32), found)
 
         def add(total, batch):
-            return jax.tree.map(
-                lambda s, x: s + x.astype(jnp.float32), total, of(batch)
-            ), None
+            return jax.tree.map(jnp.add, total, of(batch)), None
 
         zeros = jax.tree.map(
             lambda x: laid_as(jnp.zeros(x.shape, jnp.float32), x),
             jax.eval_shape(of, first),
         )
-        total, _ = jax.lax.scan(add, zeros, batches)
-        return jax.tree.map(lambda x: x / count, total)
+        (weight, total), _ = jax.lax.scan(add, zeros, batches)
+        # Nothing may be masked; a count is known when this is compiled.
+        weight = jnp.maximum(weight, 1) if self._guesses_words else count
+        return jax.tree.map(lambda x: x / weight, total)
 
     def step(self, state: State, batches: Any) -> tuple[State, dict[str, jax.Array]]:
         """One update, and what is to be said of it.

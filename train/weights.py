@@ -99,8 +99,17 @@ def load_llama(directory: str | Path, **model_kwargs: Any) -> Llama:
     return filled(partial(_make, cfg, **model_kwargs), value)
 
 
-def save_llama(model: Llama, directory: str | Path) -> None:
-    """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype."""
+def save_llama(
+    model: Llama,
+    directory: str | Path,
+    *,
+    begin: int | None = None,
+    end: int | None = None,
+) -> None:
+    """Writes ``config.json`` and ``model.safetensors``, in the parameters' dtype.
+
+    ``begin``, ``end``: the tokens' ids that begin and end documents, if any do.
+    """
     directory, cfg = Path(directory), model.cfg
     params = nnx.state(model, nnx.Param)
     tensors = write_tensors(params, lambda path: _names(path, cfg), directory)
@@ -111,6 +120,8 @@ def save_llama(model: Llama, directory: str | Path) -> None:
         **{theirs: getattr(cfg, ours) for ours, theirs in _FIELDS.items()},
         "num_key_value_heads": cfg.num_kv_heads,
         "rope_theta": cfg.rope_theta,
+        "bos_token_id": begin,  # if nothing is said, transformers takes 1 and 2
+        "eos_token_id": end,
         "torch_dtype": tensors["model.norm.weight"].dtype.name,
     }
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -40,8 +40,7 @@ def test_a_directory_is_read_whole_and_in_order(tmp_path):
         },
     )
     train, valid = splits(tmp_path)
-    assert sorted(train + valid) == ["one", "three", "two", "zero"]
-    assert (train[0], valid[0]) == ("zero", "one")
+    assert (train, valid) == (["zer", "on", "tw", "thre"], ["o", "e", "o", "e"])
 
 
 @pytest.mark.parametrize("valid", ["valid", "validation-00000-of-00001", "val"])
@@ -65,20 +64,18 @@ def test_splits_may_be_folders(tmp_path):
 
 def test_test_files_do_not_leak_where_nothing_is_named_valid(tmp_path):
     files = {
-        "train.jsonl": json_lines(["a", "b", "c"]),
-        "test.jsonl": json_lines(["t"]),
+        "train.jsonl": json_lines(["a1", "b2", "c3"]),
+        "test.jsonl": json_lines(["t4"]),
     }
-    train, valid = splits(write(tmp_path, files))
-    assert sorted(train + valid) == ["a", "b", "c"]
-    assert valid
+    assert splits(write(tmp_path, files)) == (["a", "b", "c"], ["1", "2", "3"])
 
 
 def test_a_name_like_a_split_is_no_split_alone(tmp_path):
-    train, valid = splits(write(tmp_path, {"train.py": "t", "model.py": "m"}))
-    assert sorted(train + valid) == ["m", "t"]
-    files = {"trainers.txt": "1", "values.txt": "2", "testimony.txt": "3"}
-    train, valid = splits(write(tmp_path / "words", files))
-    assert sorted(train + valid) == ["1", "2", "3"]
+    train, _ = splits(write(tmp_path, {"train.py": "t1", "model.py": "m1"}))
+    assert sorted(train) == ["m", "t"]
+    files = {"trainers.txt": "a1", "values.txt": "b1", "testimony.txt": "c1"}
+    train, _ = splits(write(tmp_path / "words", files))
+    assert sorted(train) == ["a", "b", "c"]
 
 
 def test_one_document_in_fifty_is_held_out(tmp_path):
@@ -104,8 +101,24 @@ def test_copies_fall_on_one_side(tmp_path):
     assert not set(train) & set(valid)
 
 
-def test_neither_split_of_two_documents_is_empty(tmp_path):
-    assert splits(write(tmp_path, {"1": "one", "2": "two"})) == (["one"], ["two"])
+@pytest.mark.parametrize("count, cut", [(2, True), (49, True), (50, False)])
+def test_few_documents_are_each_cut_near_their_end(tmp_path, count, cut):
+    """A large one is not held out whole, nor a third of three."""
+    texts = [f"{i:02} " + "x" * 997 for i in range(count)]
+    path = write(tmp_path, {"a.jsonl": json_lines(texts)}) / "a.jsonl"
+    tally = Tally()
+    train, valid = splits(path, tally)
+    assert tally == Tally(count, 0, "")
+    if cut:
+        assert train == [text[:980] for text in texts]
+        assert valid == [text[980:] for text in texts]
+    else:  # the first two are one of each split
+        assert (train[0], valid[0]) == (texts[0], texts[1])
+        assert sorted(train + valid) == texts
+
+
+def test_a_document_of_one_character_is_held_out(tmp_path):
+    assert splits(write(tmp_path, {"1": "a", "2": "two"})) == (["tw"], ["a", "o"])
 
 
 def test_a_single_document_is_cut_near_its_end(tmp_path):
@@ -118,11 +131,11 @@ def test_a_single_document_is_cut_near_its_end(tmp_path):
 
 
 def test_corrupt_records_are_counted_once(tmp_path):
-    lines = json_lines(["a"]) + "{\n" + json_lines(["b", "  "]) + "{}\n"
+    lines = json_lines(["ab"]) + "{\n" + json_lines(["cd", "  "]) + "{}\n"
     (tmp_path / "a.jsonl").write_text(lines)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xfd")
     tally = Tally()
-    assert splits(tmp_path, tally) == (["a"], ["b"])
+    assert splits(tmp_path, tally) == (["a", "c"], ["b", "d"])
     assert tally == Tally(2, 3, f"{tmp_path / 'a.jsonl'}:2")
 
 
@@ -179,7 +192,7 @@ def test_the_hub_without_a_network(monkeypatch):
 
 @pytest.mark.parametrize("validation", [True, False])
 def test_the_hub_streams(monkeypatch, validation):
-    rows = [{"text": "a", "url": "x"}, {"text": "b"}, {"url": "no text"}]
+    rows = [{"text": "ab", "url": "x"}, {"text": "cd"}, {"url": "no text"}]
     hub = {"train": rows} | ({"validation": [{"text": "v"}]} if validation else {})
     asked = []
 
@@ -191,7 +204,7 @@ def test_the_hub_streams(monkeypatch, validation):
         sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset)
     )
     tally = Tally()
-    expected = (["a", "b"], ["v"]) if validation else (["a"], ["b"])
+    expected = (["ab", "cd"], ["v"]) if validation else (["a", "c"], ["b", "d"])
     assert splits("hf:owner/name:cfg", tally) == expected
     assert set(asked) == {("owner/name", "cfg", True)}
     assert (tally.skipped, tally.first_skipped) == (1, "hf:owner/name:cfg:3")

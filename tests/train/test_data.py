@@ -363,22 +363,38 @@ def test_bpe_sees_the_training_split_alone(tmp_path, monkeypatch):
     assert seen == ["to learn"]
 
 
-def test_max_tokens_ends_the_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "_GROUP", 100)
-    texts = [f"document {i}" for i in range(10_000)]
-    monkeypatch.setattr(FileCorpus, "documents", lambda *args: iter(texts))
-    source = write_source(tmp_path / "a.jsonl")
-    tokens = prepare(source, "bytes", tmp_path / "cache", max_tokens=5000)
-    assert 5000 <= len(tokens.train) < 5300
-    assert 100 <= len(tokens.valid) < 400
+@pytest.mark.parametrize("group", [100, 2_000_000])
+def test_max_tokens_ends_the_reading(tmp_path, monkeypatch, group):
+    """There, however much is encoded at once; what is held out stays long enough."""
+    monkeypatch.setattr(data, "_GROUP", group)
+    texts, read = [f"document {i}" for i in range(100_000)], []
+
+    def documents(corpus, split, tally):
+        for text in texts:
+            read.append(split)
+            yield text
+
+    monkeypatch.setattr(FileCorpus, "documents", documents)
+    source, cache = write_source(tmp_path / "a.jsonl"), tmp_path / "cache"
+    small = prepare(source, "bytes", cache, max_tokens=5000)
+    assert (len(small.train), len(small.valid)) == (5000, data.VALID)
+    assert small.report.train_tokens == 5000
+    if group == 100:
+        assert read.count("train") < 5000 / 12 + 10
+    large = prepare(source, "bytes", cache, max_tokens=1_000_000)
+    assert len(large.train) == 1_000_000
+    np.testing.assert_array_equal(large.train[:5000], small.train)
+    huge = prepare(source, "bytes", cache, max_tokens=50 * (data.VALID + 1))
+    assert len(huge.valid) == data.VALID + 1
 
 
 def test_c4_with_gpt2(data_dir, tmp_path):
     pytest.importorskip("tokenizers")
     spec = data_dir / "tokenizers" / "gpt2_hf_tokenizer" / "tokenizer.json"
     tokens = prepare(data_dir / "c4_sample", str(spec), tmp_path)
-    assert tokens.report.documents == 30
-    assert (tokens.train == 50256).sum() + (tokens.valid == 50256).sum() == 30
+    assert tokens.report.documents == 30  # few: of each the end is held out
+    for split in (tokens.train, tokens.valid):
+        assert (split == 50256).sum() == 30
     assert tokens.batch(0, batch_size=2, seq_len=128, seed=0).max() < tokens.vocab_size
 
 
@@ -433,9 +449,19 @@ def test_a_missing_source_is_an_error_and_makes_no_cache(tmp_path):
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(
-        DataError, match="file: cannot write tokens.*another cache folder"
+        DataError,
+        match="file: cannot write tokens.*; set XDG_CACHE_HOME to another folder",
     ):
         prepare(write_source(tmp_path / "a.jsonl"), "bytes", tmp_path / "file")
+
+
+def test_no_home_for_the_cache_is_an_error(tmp_path, monkeypatch):
+    """As of a user that a container makes up: no HOME, no entry in passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    with pytest.raises(DataError, match="no home folder .* set XDG_CACHE_HOME to a"):
+        prepare(write_source(tmp_path / "a.jsonl"), "bytes")
 
 
 def test_only_numpy_is_needed():

@@ -229,6 +229,21 @@ def test_steps_without_a_finite_gradient_are_counted_to_the_limit(
     assert "max_skipped" not in json.loads((tmp_path / "exact/config.json").read_text())
 
 
+def test_scores_are_taken_where_an_epoch_ends(weights, sst2, tmp_path):
+    """Of 54 examples by 16: after 3.4, 6.8 and 10.1 steps."""
+    for name, count in (("train", 54), ("dev", 20)):
+        lines = (sst2 / f"{name}.tsv").read_text().splitlines(keepends=True)
+        (tmp_path / f"{name}.tsv").write_text("".join(lines[: count + 1]))
+    given = ["--task", "sst2", "--task-data", str(tmp_path), "--weights", str(weights)]
+    given += ["--method", "exact", "--epochs", "3"]
+    assert run(given, tmp_path / "out") == 0
+    rows = rows_of(tmp_path / "out" / "exact")
+    assert [row["step"] for row in rows if "accuracy" in row] == [4, 7, 11]
+    ends = [step for step in range(1, 13) if finetune.ends_epoch(step, 4, 2)]
+    assert ends == [2, 4, 6, 8, 10, 12]
+    assert all(finetune.ends_epoch(step, 4, 9) for step in range(1, 13))
+
+
 def test_predictions_that_are_not_finite_are_no_scores(
     arguments, tmp_path, capsys, monkeypatch
 ):

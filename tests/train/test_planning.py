@@ -176,6 +176,23 @@ def test_no_memory_to_measure():
     assert plan == "plan" and "no memory" in said
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_plan_holds_for_the_run_that_a_checkpoint_goes_on(tmp_path, saved):
+    """Without one the run begins anew, with the plan that is asked for now."""
+    old, new = (
+        jc.Plan("b", {"x": jc.Save()}, "h200", size, 0, 0, 0, 0) for size in (1, 2)
+    )
+    old.save(plan_files.file_of(tmp_path, 0))
+    if saved:
+        (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    made = planner(plan_device="h200")
+    made.measure = lambda params, batch: None
+    made.plan = lambda found, say: new
+    state = lambda: SimpleNamespace(params=None)  # noqa: E731
+    plans = planning.Plans.first(made, tmp_path, True, state, None)
+    assert plans.plan.budget == (1 if saved else 2)
+
+
 def write_plans(folder) -> dict[int, list[int]]:
     """Of several numbers of updates, and what seals say of each."""
     plans = {}

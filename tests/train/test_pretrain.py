@@ -197,6 +197,44 @@ def test_linear_inputs_are_counted_once_for_those_that_share_them(method, expect
     assert counted == TINY.layers * expected
 
 
+def judged(arguments, tmp_path, *more):
+    """A run that is not begun: its config, data and job."""
+    given = [*arguments, "--method", "compact", "--out", str(tmp_path), *more]
+    (config,) = pretrain.pretrain_options.parse(given)
+    dataset = pretrain.load_data(config)
+    return config, dataset, pretrain.prepare(config, dataset)
+
+
+def test_validation_reads_the_same_text_however_batches_are_cut(arguments, tmp_path):
+    made = [
+        judged(arguments, tmp_path, "--batch-size", "8", "--accumulate", cut)
+        for cut in ("1", "2")
+    ]
+    whole, cut = (list(pretrain.read_validation(*each[:2])) for each in made)
+    assert [len(batch) for batch in whole] == [8, 8]  # of --eval-batches 2
+    assert [len(batch) for batch in cut] == [4, 4, 4, 4]
+    np.testing.assert_array_equal(np.concatenate(cut), np.concatenate(whole))
+    losses = [
+        pretrain.evaluate(
+            jax.jit(job.training.weighed_loss), pretrain.init(job), job, dataset
+        )
+        for _, dataset, job in made
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # float32 sums reordered
+
+
+@pytest.mark.parametrize(
+    "pairs, mean", [([(2, 30), (5, 10)], 2.75), ([(0, 0), (0, 0)], 0)]
+)
+def test_a_microbatch_counts_in_validation_by_what_is_guessed_in_it(
+    arguments, tmp_path, pairs, mean
+):
+    _, dataset, job = judged(arguments, tmp_path)
+    found = iter(np.array(pairs, np.float32))
+    state = pretrain.init(job)
+    assert pretrain.evaluate(lambda *_: next(found), state, job, dataset) == mean
+
+
 # --- resuming --------------------------------------------------------------------
 
 
@@ -452,6 +490,25 @@ def test_a_run_is_there_until_the_next_is_compiled(
     assert error.startswith("pretrain.py: stopped: RESOURCE_EXHAUSTED: Out of memory; ")
     assert "a smaller --batch-size" in error
     assert sorted(finished.rglob("*")) == before
+
+
+@pytest.mark.parametrize("asked", ["--overwrite", "--resume"])
+def test_a_link_to_the_folder_of_a_run_stays_one(finished, arguments, tmp_path, asked):
+    """What it leads to is emptied, as what is linked from there is not."""
+    elsewhere, linked = tmp_path / "elsewhere", finished / "compact"
+    linked.rename(elsewhere)
+    linked.symlink_to(elsewhere)
+    shutil.rmtree(elsewhere / "checkpoints")
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").write_text("")
+    (elsewhere / "notes").symlink_to(kept)
+    (elsewhere / "old.txt").write_text("")
+    again = [*arguments, "--method", "compact", "--out", str(finished), asked]
+    assert pretrain.main(again) == 0
+    assert linked.is_symlink() and (elsewhere / "summary.json").exists()
+    assert not (elsewhere / "old.txt").exists() and not (elsewhere / "notes").exists()
+    assert (kept / "file").exists()
 
 
 def test_what_is_read_is_not_overwritten(finished, arguments, capsys):

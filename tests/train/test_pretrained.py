@@ -12,6 +12,7 @@ import configs
 import pretrain
 import pretrained
 from configs import GPT2Config, ModelConfig
+from folders import compared
 from gpt2_weights import load_gpt2
 from llama import Llama
 from weights import save_llama
@@ -65,7 +66,21 @@ def test_a_gpt2_is_trained_resumed_exported_and_gone_on_from(run, tmp_path):
     _, gone_on = run("b", *given)
     assert gone_on[1] == pytest.approx(valid[4], rel=1e-5)  # float32 sums reordered
     fixed = json.loads((tmp_path / "b" / "exact" / "config.json").read_text())
-    assert fixed["model"] == "weights" and len(fixed["weights"]) == 8
+    assert fixed["model"] is None and len(fixed["weights"]) == 8
+
+
+def test_weights_are_known_by_what_is_in_them(run, tmp_path):
+    """A run is resumed, and compared with others, also where their folder is moved."""
+    cfg = ModelConfig(vocab_size=257, width=32, ff=48, layers=1, heads=4)
+    here, there = tmp_path / "here", tmp_path / "there"
+    save_llama(Llama(cfg, rngs=nnx.Rngs(3)), here)
+    given = ["--method", "exact", "--steps", "2", "--weights"]
+    first = run("a", *given, str(here))
+    here.rename(there)
+    assert run("a", *given, str(there), "--resume") == first
+    run("b", *given, str(there.rename(here)))
+    (tmp_path / "b" / "exact").rename(tmp_path / "a" / "other")
+    assert len(compared(tmp_path / "a" / "exact")) == 2
 
 
 def test_a_llama_is_gone_on_from(tmp_path):

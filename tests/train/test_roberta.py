@@ -135,6 +135,32 @@ def test_masks_are_a_function_of_the_text():
     assert ((other[1] >= 0) != (first[1] >= 0)).any()
 
 
+def test_microbatches_count_by_their_masked_words(monkeypatch):
+    """As the whole batch where the same words are masked, in one text of it none."""
+
+    def mask_words(cfg, tokens_bt):
+        chosen = (tokens_bt >= 5) & (tokens_bt % 3 == 0)
+        read = jnp.where(chosen, jnp.int32(cfg.mask_id), tokens_bt)
+        return read, jnp.where(chosen, tokens_bt, jnp.int32(-1))
+
+    monkeypatch.setattr("roberta.mask_words", mask_words)
+    text = tokens(17)
+    text = text.at[0].set(jnp.where(text[0] >= 5, 7, text[0]))
+    text = text.at[2, 1].set(6).at[2, 2].set(7)
+    counts = [int((mask_words(WORDS, row)[1] >= 0).sum()) for row in text]
+    assert counts[0] == 0 < counts[2] < counts[1]
+    job = make(WORDS)
+    state = jax.jit(job.init)()
+    found, expected = (
+        jax.jit(job.gradients)(state, batch) for batch in (text[:, None], text[None])
+    )
+    flat = lambda tree: jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])  # noqa: E731
+    close(found[0], expected[0])
+    close(flat(found[1]), flat(expected[1]))
+    nothing, _ = jax.jit(job.gradients)(state, text[:1, None].repeat(2, axis=0))
+    assert nothing == 0
+
+
 def test_the_loss_is_of_the_masked_words_alone():
     """As the logits say, with the bias that the loss hides in its matrix."""
     net = model(WORDS)

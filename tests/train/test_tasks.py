@@ -308,6 +308,15 @@ def test_a_class_that_training_never_shows(tmp_path):
         read_task(own_task("text", "label", "classify"), tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["classify", "tag"])
+def test_a_class_that_the_split_here_leaves_to_dev_alone(kind, tmp_path):
+    """Each of 100 classes occurs once: of some the only example is held out."""
+    (tmp_path / "all.tsv").write_text("".join(f"text {i}\tc{i}\n" for i in range(100)))
+    splits = read_task(own_task("1", "2", kind), tmp_path / "all.tsv")
+    assert splits.dev["dev"]
+    assert splits.task.labels == tuple(sorted(f"c{i}" for i in range(100)))
+
+
 @pytest.mark.parametrize("texts", ["", "a,,b", "a,b,c", "1"])
 def test_columns_that_cannot_be(texts):
     with pytest.raises(DataError, match="--text-columns"):

@@ -79,7 +79,8 @@ def test_quoted_end_of_text_does_not_end_a_document(tmp_path):
         (("<eos>", "</s>"), "</s>"),
         (("<eos>", "[SEP]"), "<eos>"),
         (("[SEP]",), "[SEP]"),
-        ((), "a"),
+        (("<|begin_of_text|>", "<|end_of_text|>"), "<|end_of_text|>"),
+        (("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"), "<｜end▁of▁sentence｜>"),
     ],
 )
 def test_end_of_text_of_a_tokenizer_json(tmp_path, special, eot):
@@ -88,6 +89,13 @@ def test_end_of_text_of_a_tokenizer_json(tmp_path, special, eot):
     tokenizer = load_tokenizer(path)
     assert tokenizer.eot == vocab[eot]
     assert tokenizer.vocab_size == len(vocab)
+
+
+def test_a_tokenizer_json_without_an_end_of_text(tmp_path):
+    """Its words may be read; documents are not ended by whatever its first id is."""
+    tokenizer = load_tokenizer(tokenizer_json(tmp_path))
+    with pytest.raises(DataError, match=r"any.json: it must have one of <\|endoftext"):
+        tokenizer.eot  # noqa: B018
 
 
 def test_a_tokenizer_json_neither_cuts_nor_pads_nor_adds(tmp_path):

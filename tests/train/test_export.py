@@ -1,0 +1,95 @@
+"""What is exported is what transformers reads: ids, and where texts begin and end."""
+
+import json
+
+import jax
+import pytest
+from flax import nnx
+
+import pretrained
+from configs import GPT2Config, ModelConfig, RobertaConfig
+from gpt2 import Gpt2
+from llama import Llama
+from roberta import Roberta
+from tokenizer import load_saved, load_tokenizer, special_ids
+
+TEXTS = ["the cat sat on the mat\n" * 20, 'the "hat"']
+
+
+@pytest.fixture
+def transformers(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return pytest.importorskip("transformers")
+
+
+def export(model_class, cfg, tokenizer, folder):
+    model = nnx.eval_shape(lambda: model_class(cfg, rngs=nnx.Rngs(0)))
+    graphdef, state = nnx.split(model)
+    zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), state)
+    folder.mkdir(exist_ok=True)
+    pretrained.save(nnx.merge(graphdef, zeros), tokenizer, folder)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_documents_of_a_decoder_end_where_they_did(kind, transformers, tmp_path):
+    tokenizer = load_tokenizer("bpe:300", TEXTS)
+    size = {"vocab_size": tokenizer.vocab_size, "width": 32, "ff": 48, "layers": 1}
+    if kind == "llama":
+        export(Llama, ModelConfig(**size, heads=4), tokenizer, tmp_path)
+    else:
+        export(Gpt2, GPT2Config(**size, heads=4, max_seq=16), tokenizer, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.eos_token_id == tokenizer.eot
+    assert config.bos_token_id == (None if kind == "llama" else tokenizer.eot)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    [ours] = tokenizer.encode([TEXTS[1]])
+    assert theirs(TEXTS[1]).input_ids == ours.tolist()
+    assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
+    assert theirs.decode(ours) == TEXTS[1]
+
+
+def test_a_robertas_texts_and_pairs_have_their_ends(transformers, tmp_path):
+    tokenizer = load_tokenizer("roberta:300", TEXTS)
+    cfg = RobertaConfig(
+        vocab_size=tokenizer.vocab_size,
+        width=32,
+        ff=48,
+        layers=1,
+        heads=4,
+        **special_ids(tokenizer),
+    )
+    export(Roberta, cfg, tokenizer, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    first, second = (ids.tolist() for ids in tokenizer.encode(["the cat", "the hat"]))
+    assert theirs("the cat").input_ids == [0, *first, 2]
+    assert theirs("the cat", "the hat").input_ids == [0, *first, 2, 2, *second, 2]
+    kinds = ("bos", "eos", "cls", "sep", "pad", "unk", "mask")
+    found = [getattr(theirs, f"{kind}_token_id") for kind in kinds]
+    assert found == [0, 2, 0, 2, 1, 3, 4]
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 2, 1)
+
+
+def test_a_folder_that_says_what_ends_documents(transformers, tmp_path):
+    """Going on from it, and exporting again, leaves that as it was."""
+    tokenizers = pytest.importorskip("tokenizers")
+    special = ("<|endoftext|>", "<|begin_of_text|>", "<|done|>")
+    vocab = {"a": 0, "b": 1, "[UNK]": 2}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    inner.add_special_tokens(list(special))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    said = tmp_path / "tokenizer_config.json"
+    plain = load_tokenizer(tmp_path / "tokenizer.json")
+    for end in ("<|done|>", {"content": "<|done|>", "lstrip": False}):
+        said.write_text(json.dumps({"eos_token": end}))
+        tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+        assert (plain.eot, tokenizer.eot) == (3, 5) and plain.name != tokenizer.name
+    cfg = ModelConfig(vocab_size=6, width=32, ff=48, layers=1, heads=4)
+    export(Llama, cfg, tokenizer, tmp_path / "new")
+    again = load_saved(tmp_path / "new")
+    assert (again.eot, again.name) == (5, tokenizer.name)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (4, 5)
+    for broken in ("[]", "{", '{"eos_token": 3}', '{"eos_token": "<none>"}'):
+        said.write_text(broken)
+        assert load_tokenizer(tmp_path / "tokenizer.json").eot == 3
