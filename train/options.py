@@ -150,7 +150,9 @@ class UpdateOptions:
         "fraction of the steps in which the rate rises; then a cosine to 10 %%",
         float,
     )
-    weight_decay: float = option(0.0, "decoupled, times the learning rate", float)
+    weight_decay: float = option(
+        0.0, "decoupled, times the learning rate, of all parameters", float
+    )
     clip: float = option(1.0, "largest norm of the gradient", float)
     max_skipped: int = option(
         10,

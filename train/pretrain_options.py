@@ -92,7 +92,8 @@ class DataOptions:
     tokenizer: str | None = option(
         None,
         "bytes, bpe:8192, roberta:8192 for a RoBERTa, or the path of a tokenizer.json "
-        "(default: that of --weights, else bytes)",
+        "(default: that of --weights, else bytes). Documents end with the eos_token of "
+        "the tokenizer_config.json beside it, else with one of the usual names",
     )
     max_tokens: int | None = option(
         None, "of the training text to read (default: all; of hf: what is needed)", int

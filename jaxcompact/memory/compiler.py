@@ -5,7 +5,6 @@ import importlib.util
 import math
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,8 +19,10 @@ from jax.experimental import topologies
 
 from jaxcompact.memory.cards import Device
 from jaxcompact.memory.functions import require_function
+from jaxcompact.memory.quiet import without
 
 INSTALL = 'pip install "jaxcompact[memory]"'
+# That no card is there.
 _NOISE = (b"cuInit", b"GPU interconnect", b"ptxas", b"TPU", b"InitGoogle", b"libtpu")
 _NOISE += (b"Source Location Trace",)
 # Without a card nothing can be timed: XLA would compile every way to do each product,
@@ -115,7 +116,7 @@ def _set(mesh: jax.sharding.Mesh) -> AbstractContextManager:
 def compile_lowered(lowered: Any, device: Device) -> Program:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with _quiet(), not_kept():
+            with without(_NOISE, 2), not_kept():
                 options = {"xla_dump_to": folder, **_OPTIONS.get(device.platform, {})}
                 compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
@@ -199,7 +200,7 @@ def _placed(
             f"devices must be the size of the arguments' mesh, {count}, got {devices}"
         )
     try:
-        with _quiet():
+        with without(_NOISE, 2):
             topology = topologies.get_topology_desc(
                 platform=device.platform, **device.topology(count)
             )
@@ -247,20 +248,3 @@ def not_kept() -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, least)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leaves out the lines that XLA writes because no card is there."""
-    sys.stderr.flush()
-    shown = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(shown, 2)
-            os.close(shown)
-            file.seek(0)
-            lines = (x for x in file if not any(noise in x for noise in _NOISE))
-            os.write(2, b"".join(lines))
