@@ -126,12 +126,20 @@ class Checkpoints:
         return dict(json.loads((self._path(step) / "seal.json").read_text()))
 
     def drop_after(self, step: int) -> None:
-        """Removes later checkpoints, and what a killed run left unfinished."""
+        """Removes later checkpoints, and what a killed run left unfinished.
+
+        Of earlier ones the newest ``keep`` stay, which may be fewer than before.
+        """
         for later in self.steps():
             if later > step:
                 _remove(self._path(later))
         for unfinished in self.folder.glob(f"*{_UNFINISHED}"):
             _remove(unfinished)
+        self._keep_newest()
+
+    def _keep_newest(self) -> None:
+        for old in self.steps()[: -self.keep]:
+            _remove(self._path(old))
 
     def _path(self, step: int) -> Path:
         return self.folder / str(step)
@@ -145,8 +153,7 @@ class Checkpoints:
             seal = seal | {"files": _files(unfinished)}
             (unfinished / "seal.json").write_text(json.dumps(seal, indent=1))
             unfinished.rename(path)
-            for old in self.steps()[: -self.keep]:
-                _remove(self._path(old))
+            self._keep_newest()
         except Exception as error:  # TensorStore raises its own for a full disk
             raise CheckpointError(
                 f"checkpoint {path} could not be written: {error}"

@@ -51,6 +51,10 @@ class PlanOptions:
             raise ValueError(
                 f"--plan-plot must end with {', '.join(suffixes)}, got {self.plan_plot}"
             )
+        if self.plan_plot and not self.plan_plot.parent.is_dir():
+            raise ValueError(
+                f"--plan-plot must be in a folder that is there, got {self.plan_plot}"
+            )
         if self.plan and self.memory_budget:
             raise ValueError("--plan and --memory-budget exclude each other")
         if self.explain_plan and not (self.plan or self.memory_budget):

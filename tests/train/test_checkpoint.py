@@ -186,6 +186,14 @@ def test_going_back_drops_what_came_later_and_what_is_unfinished(saved):
     assert [path.name for path in checkpoints.folder.iterdir()] == ["4"]
 
 
+def test_fewer_are_kept_before_the_next_is_written(saved):
+    """On a full disk there may be no room for one more than before."""
+    checkpoints, _ = saved
+    with Checkpoints(checkpoints.folder, keep=1) as fewer:
+        fewer.drop_after(8)
+        assert fewer.steps() == [8]
+
+
 def test_a_failed_write_is_raised(tmp_path, monkeypatch):
     state = make_run()
     with Checkpoints(tmp_path) as checkpoints:
