@@ -335,6 +335,27 @@ MUTATIONS = [
         "    if True:",
         "tests/test_linear_devices.py::test_two_steps_are_those_of_one_device",
     ),
+    Mutation(
+        "what a jax.custom_vjp decides by is made again of what is rounded",
+        "jaxcompact/policy.py",
+        'if tensor.kind == "function" and not read:',
+        'if tensor.kind == "function":',
+        "tests/test_steep.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "what a step does to modules is not compiled",
+        "jaxcompact/memory/compiler.py",
+        "jit = nnx.jit if modules(args) else jax.jit",
+        "jit = jax.jit",
+        "tests/memory/test_peak.py::test_a_step_that_changes_modules_in_place",
+    ),
+    Mutation(
+        "microbatches count alike, however many words they guess",
+        "train/training.py",
+        "return (targets_bt >= 0).sum().astype(jnp.float32)",
+        "return jnp.float32(1)",
+        "tests/train/test_roberta.py::test_microbatches_count_by_their_masked_words",
+    ),
 ]
 
 

@@ -196,17 +196,17 @@ def _arguments(step: Callable, args: Sequence[Any]) -> Iterator[tuple[str, str]]
 
 def _of_module(name: str, module: nnx.Pytree) -> Iterator[tuple[str, str]]:
     """As nnx.jit names its variables."""
-    state = nnx.state(module)
     variables = jax.tree.leaves_with_path(
-        state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable)
     )
-    for i, (path, variable) in enumerate(variables):
+    found = ((*pair, leaf) for pair in variables for leaf in jax.tree.leaves(pair[1]))
+    for i, (path, variable, leaf) in enumerate(found):
         known = f"{name}.states[0][{i}]"
         if "opt_state" in jax.tree_util.keystr(path):
             yield known, "optimizer state"
         elif isinstance(variable, nnx.Param):
             yield known, "parameters"
-        elif not _floating(variable[...]):
+        elif not _floating(leaf):
             yield known, "inputs"
 
 

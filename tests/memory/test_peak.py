@@ -136,7 +136,8 @@ class Net(nnx.Module):
 
 @pytest.mark.parametrize("jit", [None, nnx.jit])
 @pytest.mark.parametrize("pair", [False, True])
-def test_a_step_that_changes_modules_in_place(jit, pair, optax_promotion):
+@pytest.mark.parametrize("make", [lambda made: made(), nnx.eval_shape])
+def test_a_step_that_changes_modules_in_place(jit, pair, make, optax_promotion):
     def step(model, optimizer, x):
         grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
         optimizer.update(model, grads)
@@ -144,8 +145,11 @@ def test_a_step_that_changes_modules_in_place(jit, pair, optax_promotion):
     def of_pair(both, x):
         step(*both, x)
 
-    model, x = Net(), S((4096, 256), F32)
-    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    def made():
+        model = Net()
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    (model, optimizer), x = make(made), S((4096, 256), F32)
     fun, donate = (of_pair, 0) if pair else (step, (0, 1))
     args = ((model, optimizer), x) if pair else (model, optimizer, x)
     if jit:
