@@ -219,9 +219,8 @@ class Replay:
                 continue
             if isinstance(source, Residual):
                 asked = value in self.steep or value in self.decided
-                if (
-                    asked or source not in self.links
-                ):  # else it is the graph's to decide
+                # One that is a value of the graph is decided there.
+                if asked or source not in self.links:
                     self.chosen[value] = self._decide_residual(source)
             elif isinstance(source, Choice):
                 self.chosen[source] = self._decide(self._choice(source), source)

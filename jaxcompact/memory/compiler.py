@@ -1,5 +1,6 @@
 """Compiles programs for cards that are not here. Needs no driver and no card."""
 
+import functools
 import importlib.metadata
 import importlib.util
 import math
@@ -80,9 +81,10 @@ def lower(
     jitted = hasattr(step, "trace")
     if jitted and donate is not None:
         raise ValueError("donate must be said to jax.jit if the step is jitted")
-    if not jitted:  # what a step does to modules is lost in jax.jit
-        jit = nnx.jit if modules(args) else jax.jit
-        step = jit(step, donate_argnums=() if donate is None else donate)
+    if not jitted:
+        numbers = () if donate is None else donate
+        step = _with_changes(step, numbers) if modules(args) else step
+        step = jax.jit(step, donate_argnums=numbers)
     mesh, args = _placed(args, device, devices)
     try:
         with _set(mesh):
@@ -104,6 +106,28 @@ def modules(args: Any) -> list[tuple[Any, nnx.Pytree]]:
     """NNX modules and optimizers among arguments, with their paths."""
     found = jax.tree.leaves_with_path(args, is_leaf=lambda x: isinstance(x, nnx.Pytree))
     return [(path, node) for path, node in found if isinstance(node, nnx.Pytree)]
+
+
+def _with_changes(step: Callable, donated: int | Sequence[int]) -> Callable:
+    """A step that also returns what it makes of its modules in place.
+
+    And all of those whose place it may take: they are used on.
+    """
+    numbers = [donated] if isinstance(donated, int) else donated
+
+    @functools.wraps(step)
+    def run(*args):
+        given = set(map(id, jax.tree.leaves(args)))
+        outs = step(*args)
+        kept = [
+            x
+            for i, arg in enumerate(args)
+            for x in jax.tree.leaves([module for _, module in modules(arg)])
+            if i in numbers or id(x) not in given
+        ]
+        return outs, kept
+
+    return run
 
 
 def _set(mesh: jax.sharding.Mesh) -> AbstractContextManager:

@@ -96,8 +96,8 @@ def peak(
     ``~/.cache/jaxcompact`` (``JAXCOMPACT_CACHE``), by program.
 
     Args:
-        step: a function, jitted or not. One that changes NNX modules in place is
-            jitted by `flax.nnx.jit`, which keeps what it does to them.
+        step: a function, jitted or not. What one that is not does to NNX modules in
+            place counts; in `jax.jit` it is lost, in `flax.nnx.jit` it is kept.
         args: its arguments: arrays, or `jax.ShapeDtypeStruct`s. Those with a
             `jax.NamedSharding` lie so on the cards; the mesh may be of other devices,
             as many, or abstract. Those in the host's memory count as the card's:
@@ -195,19 +195,29 @@ def _arguments(step: Callable, args: Sequence[Any]) -> Iterator[tuple[str, str]]
 
 
 def _of_module(name: str, module: nnx.Pytree) -> Iterator[tuple[str, str]]:
-    """As nnx.jit names its variables."""
-    variables = jax.tree.leaves_with_path(
-        nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    found = ((*pair, leaf) for pair in variables for leaf in jax.tree.leaves(pair[1]))
-    for i, (path, variable, leaf) in enumerate(found):
-        known = f"{name}.states[0][{i}]"
-        if "opt_state" in jax.tree_util.keystr(path):
-            yield known, "optimizer state"
-        elif isinstance(variable, nnx.Param):
-            yield known, "parameters"
-        elif not _floating(leaf):
-            yield known, "inputs"
+    """Names as jit gives them, and as nnx.jit does, which numbers all variables."""
+    for i, (_, variable, leaf) in enumerate(_variables(nnx.state(module))):
+        yield f"{name}.states[0][{i}]", _kind(variable, leaf)
+    for path, variable, leaf in _variables(module):
+        yield name + jax.tree_util.keystr(path), _kind(variable, leaf)
+
+
+def _variables(tree: Any) -> Iterator[tuple[tuple, Any, Any]]:
+    found = jax.tree.leaves_with_path(tree, is_leaf=_is_variable)
+    for path, variable in found:
+        for rest, leaf in jax.tree.leaves_with_path(variable):
+            yield (*path, *rest), variable, leaf
+
+
+def _kind(variable: Any, leaf: Any) -> str:
+    if isinstance(variable, nnx.OptState):
+        return "optimizer state"
+    trained = isinstance(variable, nnx.Param) and _floating(leaf)
+    return "parameters" if trained else "inputs"
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
 def _is_optimizer_state(node: Any) -> bool:

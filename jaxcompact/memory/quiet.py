@@ -29,8 +29,8 @@ def without(noise: Sequence[bytes], descriptor: int) -> Iterator[None]:
             os.dup2(shown, descriptor)
             os.close(shown)
             file.seek(0)
-            lines = (x for x in file if not any(word in x for word in noise))
-            os.write(descriptor, b"".join(lines))
+            with open(descriptor, "wb", closefd=False) as place:
+                place.writelines(x for x in file if not any(n in x for n in noise))
 
 
 def _flush() -> None:

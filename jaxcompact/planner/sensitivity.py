@@ -316,9 +316,8 @@ def _prepared(
     _, args = make_gradient(policy)
     tree = jax.tree.structure(tuple(args))
 
-    def score(
-        probe, signs, *leaves
-    ):  # an NNX module belongs to the trace it is made in
+    # Leaves, as an NNX module belongs to the trace that it is made in.
+    def score(probe, signs, *leaves):
         probing = _Probing(policy, asked, starts, (probe,))
         gradient, _ = make_gradient(probing)
         grads = jax.tree.leaves(gradient(*jax.tree.unflatten(tree, leaves)))

@@ -164,6 +164,16 @@ def test_a_step_that_changes_modules_in_place(jit, pair, make, optax_promotion):
     assert sum(found.breakdown.values()) == found.peak_bytes
 
 
+@pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
+def test_a_module_that_is_read_alone(jit):
+    """Nothing of it comes out."""
+    found = jc.memory.peak(
+        jit(lambda net, x: jnp.sum(net(x))), Net(), S((64, 256), F32)
+    )
+    assert found.output_bytes <= 4 + 4 + 16  # the sum, a count, pointers
+    assert found.breakdown["parameters"] == 4 * (2 * 256 * 1024 + 256 + 1024)
+
+
 @pytest.mark.parametrize(
     "call",
     [
