@@ -16,6 +16,7 @@ from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
+from jaxcompact.planner.search import scan_step
 from jaxcompact.planner.sensitivity import CODECS, Effect, noise
 
 D, FF, LAYERS = 64, 160, 3
@@ -218,8 +219,9 @@ def test_a_plan_counts_with_it(found, exact, limit):
     assert (solution.noise > 0.5 * limit**2) == (limit > 0)
 
 
-@pytest.mark.parametrize("limit", [0.03, 0.2])
-def test_what_is_made_again_of_what_is_encoded(limit, tmp_path, monkeypatch):
+# To first order, which the larger error leaves: see below.
+@pytest.mark.parametrize(("limit", "near"), [(0.03, 0.1), (0.2, 0.25)])
+def test_what_is_made_again_of_what_is_encoded(limit, near, tmp_path, monkeypatch):
     """Seven sums of a block come of x: as it is encoded, so are they, which moves the
     gradient five times as far as x alone; a plan's error is that of all."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
@@ -254,18 +256,19 @@ def test_what_is_made_again_of_what_is_encoded(limit, tmp_path, monkeypatch):
     # The noise is far from small here: to first order it is no less.
     assert found.under(names).error(names) == pytest.approx(real, rel=0.25)
 
+    step, args = scan_step(deep, (w, x), 3, 0)(jc.Policy())
     plan = jc.plan(
         deep,
         w,
         x,
         layers=3,
-        budget="2.3MiB",
+        budget=jc.memory.peak(step, *args).peak_bytes,  # of making all again
         sensitivity=found,
         max_error=limit,
         progress=lambda line: None,
     )
     assert any(isinstance(a, jc.Quantized) for a in plan.actions.values())
-    assert error(plan) == pytest.approx(plan.error, rel=0.1)
+    assert error(plan) == pytest.approx(plan.error, rel=near)
     assert 0 < plan.error <= limit
 
 
