@@ -256,6 +256,9 @@ def table_of_periods(done: list[dict]) -> None:
         for period in PERIODS:
             jobs = [(swept(label, period), s, STEPS, pair) for s in SEEDS[STEPS]]
             losses = [row["loss"] for row in done if job_of(row) in jobs]
+            if len(losses) < 2:
+                cells.append("not run yet")
+                continue
             error = statistics.stdev(losses) / len(losses) ** 0.5
             cells.append(f"{statistics.fmean(losses):.4f} ± {error:.4f}")
         print(f"| {label} | {' | '.join(cells)} |")

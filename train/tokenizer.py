@@ -187,6 +187,7 @@ class JsonTokenizer:
         if vocab.keys() >= set(ROBERTA):
             kinds = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
             tokens |= zip(kinds, ROBERTA, strict=True)
+            tokens["eos_token"] = tokens["sep_token"]  # it may have GPT-2's as well
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,

@@ -35,4 +35,5 @@ def test_noise_is_left_out_and_all_else_comes(descriptor):
 def test_a_closed_stdout_stays_closed():
     code = "import os; os.close(1)\nfrom jaxcompact.memory.quiet import without\n"
     code += "with without((), 1): pass\n"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code += "try: os.fstat(1)\nexcept OSError: raise SystemExit(7)\n"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 7

@@ -70,6 +70,18 @@ def test_a_robertas_texts_and_pairs_have_their_ends(transformers, tmp_path):
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 2, 1)
 
 
+def test_a_robertas_vocabulary_may_have_the_end_of_text_of_gpt2(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    load_tokenizer("roberta:300", TEXTS).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()  # roberta-base's says nothing of it
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.add_tokens(["<|endoftext|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    load_saved(tmp_path).save(tmp_path)
+    said = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert said["eos_token"] == said["sep_token"] == "</s>"
+
+
 def test_a_folder_that_says_what_ends_documents(transformers, tmp_path):
     """Going on from it, and exporting again, leaves that as it was."""
     tokenizers = pytest.importorskip("tokenizers")
