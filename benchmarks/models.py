@@ -36,12 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
 from graph_tasks import gat, gcn, graphsage  # noqa: E402
+from model_errors import checkpointed, cross_entropy, gradient  # noqa: E402
 from model_tasks import Task, bert, gpt2, mlp, resnet, swin, vgg, vit  # noqa: E402
 from recurrent_tasks import deltanet, lstm  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from jaxcompact import memory  # noqa: E402
-from jaxcompact.checkpoint import TRACERS  # noqa: E402
 from jaxcompact.planner import measuring  # noqa: E402
 
 MODELS = {
@@ -136,17 +136,6 @@ GACT |= {f"automatic {bits} of Adam's steps": Automatic(bits, True) for bits in 
 # --- measuring ---
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array):
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return (losses * weights).sum() / weights.sum()
-
-
-def checkpointed(task: Task, policy: Any) -> Callable:
-    if policy is None:
-        return task.apply
-    return jc.checkpoint(task.apply, policy=policy, params=(0, 1))
-
-
 def loss_of(task: Task, policy: Any) -> Callable:
     apply = checkpointed(task, policy)
 
@@ -224,106 +213,6 @@ def train(task: Task, policy: Any, seed: int) -> dict[str, float]:
     found = [measure(params, state, batch) for batch in task.held_out]
     loss, accuracy = (statistics.fmean(map(float, x)) for x in zip(*found, strict=True))
     return {"loss": loss, "accuracy": accuracy}
-
-
-@dataclass(frozen=True)
-class Exactly:
-    """A policy that saves what another one would quantize, all but one tensor."""
-
-    policy: Any
-    but: str | None = None
-
-    def decide(self, tensor):
-        action, reason = self.policy.decide(tensor)
-        exact = isinstance(action, jc.Quantized) and tensor.name != self.but
-        return (jc.Save() if exact else action), reason
-
-
-def gradient(task: Task, policy: Any) -> dict[str, float]:
-    """Of the first batch: the relative error of the gradient, and the predicted one.
-
-    Predicted is the root of the sum of the squared errors that each stored tensor's
-    own error causes by itself.
-    """
-    inputs, labels, weights = task.batch(0)
-    args = task.params, task.state, inputs, task.key
-
-    def vector(leaves):
-        return jnp.concatenate([g.ravel() for g in leaves])
-
-    def of(apply):
-        def loss(params, *rest):
-            return cross_entropy(apply(params, *rest)[0], labels, weights)
-
-        return vector(jax.tree.leaves(jax.jit(jax.grad(loss))(*args)))
-
-    small = checkpointed(task, policy)
-    exact = of(task.apply)
-    norm = jnp.linalg.norm(exact)
-    measured = jnp.linalg.norm(of(small) - exact) / norm
-
-    def plan_of(fun):
-        traced, flat = TRACERS[fun](args, {})
-        first = len(flat) - len(jax.tree.leaves(args))
-        count = len(jax.tree.leaves(task.params))
-        mask = tuple(first <= i < first + count for i in range(len(flat)))
-        return traced.plan(mask), flat
-
-    plan, flat = plan_of(checkpointed(task, Exactly(policy)))
-    outs, stored = plan.forward(*flat)
-    cts = jax.tree.map(jnp.zeros_like, outs)
-    cts[0] = jax.grad(cross_entropy)(outs[0], labels, weights)
-    kept = [flat[i] for i in plan.replay.kept]
-
-    @jax.jit
-    def backward(kept, stored):
-        return vector(plan.backward(kept, stored, plan.active(cts)))
-
-    start = backward(kept, stored)
-
-    @partial(jax.jit, static_argnums=0)
-    def rounded(codec, x):
-        return codec.decode(codec.encode(x))
-
-    places = {slot.tensor.name: k for k, slot in enumerate(plan.replay.slots)}
-    inputs_at = {plan.replay.graph.inputs[i]: k for k, i in enumerate(plan.replay.kept)}
-    squares = []
-    real = plan_of(small)[0]
-    for slot in real.replay.slots:
-        if not isinstance(slot.action, jc.Quantized):
-            continue
-        other_kept, other = list(kept), list(stored)
-        if slot.tensor.name in places:
-            k = places[slot.tensor.name]
-            store = plan.stores[k]
-            x = store.decode(stored[k])
-            other[k] = store.encode(rounded(slot.action, x))
-        else:
-            k = inputs_at[slot.source]
-            other_kept[k] = rounded(slot.action, kept[k])
-        squares.append(jnp.sum((backward(other_kept, other) - start) ** 2))
-    for body in real.inner():
-        for slot in body.replay.slots:
-            if isinstance(slot.action, jc.Quantized):
-                alone = checkpointed(task, Exactly(policy, slot.tensor.name))
-                squares.append(jnp.sum((of(alone) - exact) ** 2))
-
-    def exact_bytes(plan, in_loops: bool) -> int:
-        tensors = [slot.tensor for slot in plan.replay.slots]
-        chosen = [t for t in tensors if t.name.startswith("scan.") == in_loops]
-        return sum(tensor.nbytes for tensor in chosen)
-
-    return {
-        "error": float(measured),
-        "predicted": float(jnp.sqrt(sum(squares)) / norm),
-        "stored": sum(
-            leaf.size * leaf.dtype.itemsize
-            for store in real.stores
-            for leaf in store.leaves
-        ),
-        # A loop's residuals are codes already, where its body encodes.
-        "exact": exact_bytes(real, False) + exact_bytes(plan, True),
-    }
 
 
 # --- rows ---

@@ -154,6 +154,34 @@ class Policy:
         return unused
 
 
+def action_of(policy: ChoosesActions, tensor: Tensor) -> tuple[Action, str]:
+    """What a policy does to a tensor, and why.
+
+    Raises ValueError for an action that can't be done to it.
+    """
+    action, reason = policy.decide(tensor)
+    if isinstance(action, Derivative):
+        if tensor.kind != "function":
+            raise ValueError(
+                f"policy: Derivative is for elementwise functions of one tensor, "
+                f"but {tensor} is none"
+            )
+        if not (tensor.step or action.codec.supports(tensor.dtype)):
+            raise ValueError(
+                f"policy: {action.codec} can't store {tensor} of {tensor.dtype}"
+            )
+    elif hasattr(action, "supports") and not action.supports(tensor.dtype):
+        raise ValueError(f"policy: {action} can't store {tensor} of {tensor.dtype}")
+    elif isinstance(action, Codec):
+        try:
+            action.nbytes(tensor.shape, tensor.dtype)
+        except ValueError as error:
+            raise ValueError(
+                f"policy: {action} can't store {tensor}: {error}"
+            ) from None
+    return action, reason
+
+
 @dataclass(frozen=True)
 class Compress:
     """Encode what is expensive to make again, and replay the rest.

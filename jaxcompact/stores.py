@@ -37,7 +37,7 @@ class Store:
 
     @classmethod
     def of(cls, slot: Slot, replay: Replay) -> "Store":
-        aval, as_bits = replay.avals[slot.source], replay.lossy
+        aval, as_bits = replay.recording.avals[slot.source], replay.lossy
         codec = None if isinstance(slot.action, Save) else slot.action
         seed = zlib.crc32(slot.tensor.name.encode())
         with _its_mesh(aval):

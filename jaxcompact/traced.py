@@ -173,7 +173,7 @@ class Plan:
 
     def active(self, cts: Sequence[Any]) -> list[jax.Array]:
         """The cotangents that the backward pass takes, of all outputs'."""
-        return [_instantiated(cts[i]) for i in self.replay.active]
+        return [_instantiated(cts[i]) for i in self.replay.recording.active]
 
     def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
@@ -197,8 +197,12 @@ class Plan:
         # All of them: what is outside may differentiate by others than what is inside.
         inputs = [self.guard(x) if _is_inexact(x) else x for x in inputs]
         # What a policy probes is encoded otherwise than it is read.
-        regions = [] if probes else list(filter(self._in_one_pass, self.replay.regions))
-        outs, stored = self.replay.run_forward(
+        regions = (
+            []
+            if probes
+            else list(filter(self._in_one_pass, self.replay.forward.regions))
+        )
+        outs, stored = self.replay.forward.run(
             inputs,
             lambda k, x: self.stores[k].encode(
                 self._probed(slots[k].source, x, probes)
@@ -212,18 +216,18 @@ class Plan:
 
     def _in_one_pass(self, region: Region | Norm) -> bool:
         """Whether its sources' codec takes a kernel that evaluates it as well."""
-        stores = [self.stores[k] for k in self.replay.slots_of(region)]
+        stores = [self.stores[k] for k in self.replay.forward.slots_of(region)]
         codec, avals = stores[0].codec, [store.aval for store in stores]
         if type(codec) is not Quantized:
             return False
         if isinstance(region, Norm):
-            of = [self.replay.forward_graph.avals[v] for v in region.parameters]
+            of = [self.replay.forward.graph.avals[v] for v in region.parameters]
             return codec.normalizes(region, *avals, of)
         return codec.in_one_pass(region, avals)
 
     def _evaluate(self, region: Region | Norm, xs: list[Any]) -> tuple[list, list]:
         """What it makes, and what is stored of its sources."""
-        stores = [self.stores[k] for k in self.replay.slots_of(region)]
+        stores = [self.stores[k] for k in self.replay.forward.slots_of(region)]
         codec = stores[0].codec
         if isinstance(region, Norm):
             outs, encoded = codec.normalize(region, xs[0], xs[1:])
@@ -263,7 +267,7 @@ def _run_backward(traced: Traced, residuals, cts):
     mask, kept, stored = residuals
     plan = traced.plan(traced.split(mask.value)[0])
     moved = plan.backward(kept, stored, plan.active(cts))
-    found = dict(zip(plan.replay.wrt, moved, strict=True))
+    found = dict(zip(plan.replay.recording.wrt, moved, strict=True))
     return tuple(found.get(i) for i in range(len(mask.value)))
 
 
@@ -301,7 +305,7 @@ def _switch_backward(branches: tuple[Traced, ...], residuals, cts):
         def backward(inputs, stored, cts):
             kept = [inputs[k] for k in plan.replay.kept]
             moved = plan.backward(kept, stored[i], plan.active(cts))
-            found = dict(zip(plan.replay.wrt, moved, strict=True))
+            found = dict(zip(plan.replay.recording.wrt, moved, strict=True))
             return [found[k] if k in found else jnp.zeros_like(inputs[k]) for k in wrt]
 
         return backward

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
-from jaxcompact import replay, stores
+from jaxcompact import forward, stores
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
 from jaxcompact.norms import Norm
@@ -97,11 +97,12 @@ def norms(fun, policy=INT4):
     of, inputs = TRACERS[jc.checkpoint(fun, policy=policy, params=0)](
         (weights(), X), {}
     )
-    found = of.plan((True,) * len(inputs)).replay
-    names = {v: found.slots[ks[0]].tensor.name for v, ks in found.places.items()}
+    replay = of.plan((True,) * len(inputs)).replay
+    run, slots = replay.forward, replay.slots
+    names = {v: slots[ks[0]].tensor.name for v, ks in run.places.items()}
     return [
         (names[region.source], [names[v] for v in region.statistics])
-        for region in found.regions
+        for region in run.regions
         if isinstance(region, Norm)
     ]
 
@@ -151,7 +152,7 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
             return str(jax.make_jaxpr(run)(weights(), X)).splitlines()
 
     found = program()
-    monkeypatch.setattr(replay, "find_norms", lambda *args: [])
+    monkeypatch.setattr(forward, "find_norms", lambda *args: [])
     assert [line for line in found if " at 0x" not in line] == [
         line for line in program() if " at 0x" not in line
     ]

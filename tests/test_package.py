@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
-    {"projection", "kinds", "choices"},
+    {"projection", "kinds", "choices", "sources"},
     {"differences"},
     {
         "linear",
@@ -35,7 +35,8 @@ LAYERS = (
         "regions",
     },
     {"subspace", "tensors", "program", "norms"},
-    {"policy"},
+    {"policy", "recording"},
+    {"residuals", "forward", "backward"},
     {"policies", "replay"},
     {"stores"},
     {"traced"},

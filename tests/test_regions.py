@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
-from jaxcompact import replay, stores
+from jaxcompact import forward, stores
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
 from tests.kernels.machine_code import compiled, kernels_in
@@ -75,12 +75,13 @@ def regions(fun, policy=INT4):
     of, inputs = TRACERS[jc.checkpoint(fun, policy=policy, params=0)](
         (weights(), X), {}
     )
-    found = of.plan((True,) * len(inputs)).replay
+    replay = of.plan((True,) * len(inputs)).replay
+    run, slots = replay.forward, replay.slots
     return {
-        tuple(found.slots[k].tensor.name for k in found.slots_of(region)): [
+        tuple(slots[k].tensor.name for k in run.slots_of(region)): [
             op.kind for op in region.ops
         ]
-        for region in found.regions
+        for region in run.regions
     }
 
 
@@ -129,7 +130,7 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
             return str(jax.make_jaxpr(run)(weights(), X)).splitlines()
 
     found = program()
-    monkeypatch.setattr(replay, "find_regions", lambda *args: [])
+    monkeypatch.setattr(forward, "find_regions", lambda *args: [])
     assert [line for line in found if " at 0x" not in line] == [
         line for line in program() if " at 0x" not in line
     ]

@@ -54,7 +54,7 @@ MUTATIONS = [
         "jaxcompact/linear.py",
         "dx = _product(dy,",
         "dx = -_product(dy,",
-        "tests/contract/test_properties.py::test_a_linear_layer",
+        "tests/contract/test_compact.py::test_a_linear_layer",
     ),
     Mutation(
         "a layer's number is not folded into its key",

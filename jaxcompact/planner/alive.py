@@ -18,7 +18,7 @@ from jaxcompact.kinds import expensive
 from jaxcompact.planner.problem import Option, Problem
 from jaxcompact.planner.stages import loads
 from jaxcompact.policy import Save
-from jaxcompact.replay import Residual, Source
+from jaxcompact.sources import Residual, Source
 
 
 def alive(problem: Problem, chosen: Sequence[Option | None], layers: int) -> int:

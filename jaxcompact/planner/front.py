@@ -13,11 +13,11 @@ from jax import checkpoint_policies as saves
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device, here
+from jaxcompact.planner.effects import Sensitivity
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
 from jaxcompact.planner.roofline import nbytes_of
-from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.program import Program
 from jaxcompact.traced import Plan as Traces
@@ -196,16 +196,16 @@ def _point(
 
         def moving(*moved):
             filled = list(inputs)
-            for i, value in zip(replay.wrt, moved, strict=True):
+            for i, value in zip(replay.recording.wrt, moved, strict=True):
                 filled[i] = value
             outs = wrapped(*filled)
-            return [outs[i] for i in replay.active]
+            return [outs[i] for i in replay.recording.active]
 
-        outs, back = jax.vjp(moving, *(inputs[i] for i in replay.wrt))
+        outs, back = jax.vjp(moving, *(inputs[i] for i in replay.recording.wrt))
         return [*outs, *back(list(cts)), *jax.tree.leaves(back)]
 
     inputs = [graph.avals[v] for v in graph.inputs]
-    cts = [graph.avals[graph.outputs[i]].to_ct_aval() for i in replay.active]
+    cts = [graph.avals[graph.outputs[i]].to_ct_aval() for i in replay.recording.active]
     program = Program.trace(passes, *inputs, *cts)
     program, used = program.cut([True] * len(program.jaxpr.outvars))
     traced, count = graph_of(program.jaxpr), len(program.consts)
@@ -216,7 +216,7 @@ def _point(
     for op in traced.ops:
         if fixed.issuperset(op.reads):
             fixed.update(op.outs)
-    first = len(replay.active) + len(replay.wrt)
+    first = len(replay.recording.active) + len(replay.recording.wrt)
     stored = {v for v in traced.outputs[first:] if isinstance(v, int)}
     makers = {v: op for op in traced.ops for v in op.outs}
     seconds = sum(operation_seconds(op, card, makers) for op in traced.ops)

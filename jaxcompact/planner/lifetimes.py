@@ -23,7 +23,7 @@ from jaxcompact.kinds import expensive
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.problem import Item, Problem
 from jaxcompact.policy import Save
-from jaxcompact.replay import Residual, Source
+from jaxcompact.sources import Residual, Source
 
 Terms = dict[int, float]
 _EARLIER = 8  # stages by which something is there, that are told apart

@@ -27,7 +27,7 @@ import numpy as np
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.lifetimes import Lifetimes
 from jaxcompact.planner.problem import Option, Problem
-from jaxcompact.replay import Residual
+from jaxcompact.sources import Residual
 
 _TIE = 1e-6  # microseconds for all bytes together: of equal plans, the smaller
 

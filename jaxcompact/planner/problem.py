@@ -12,16 +12,12 @@ from jaxcompact.graph import Op
 from jaxcompact.kernels.explicit import part
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of
+from jaxcompact.planner.effects import Sensitivity, is_real, noise, require_codecs
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
-from jaxcompact.planner.sensitivity import (
-    Sensitivity,
-    is_real,
-    noise,
-    require_codecs,
-)
 from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
-from jaxcompact.replay import Replay, Residual, Source
+from jaxcompact.replay import Replay
+from jaxcompact.sources import Residual, Source
 from jaxcompact.tensors import Tensor
 from jaxcompact.traced import Plan as Traces
 
@@ -190,7 +186,7 @@ def _item(
         return None
     again = tensor.kind != "input"
     aval = replay.graph.avals[source] if isinstance(source, int) else None
-    shape = part(replay.avals[source] if aval is None else aval)
+    shape = part(replay.recording.avals[source] if aval is None else aval)
     option = partial(_option, tensor=tensor, shape=shape, card=card, found=found)
     if tensor.frozen or tensor.discrete:
         return None

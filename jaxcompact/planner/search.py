@@ -16,10 +16,10 @@ from jaxcompact.memory.functions import require_function
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes, saying
 from jaxcompact.planner.candidates import Candidates
+from jaxcompact.planner.effects import Sensitivity
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import CODECS, Problem, named, problem_of
-from jaxcompact.planner.sensitivity import Sensitivity
 from jaxcompact.policy import Action, ChoosesActions
 from jaxcompact.traced import Plan as Traces
 

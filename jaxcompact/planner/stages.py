@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
 from jaxcompact.planner.roofline import nbytes_of
-from jaxcompact.replay import Replay, Residual, Source
+from jaxcompact.replay import Replay
 from jaxcompact.schedule import in_order
+from jaxcompact.sources import Residual, Source
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
         for k in range(start, last.get(value, start) + 1):
             cotangents[k] += nbytes_of(graph.avals[value])
     sizes = {v: nbytes_of(aval) for v, aval in enumerate(replay.graph.avals)}
-    sizes |= {s: nbytes_of(aval) for s, aval in replay.avals.items()}
+    sizes |= {s: nbytes_of(aval) for s, aval in replay.recording.avals.items()}
     found = uses, operands, loaded
     each = ({s: frozenset(k) for s, k in d.items()} for d in found)
     needed = {s for s in sources if isinstance(s, int)}
-    needed |= {s for s in sources if isinstance(s, Residual)} - replay.fixed
+    needed |= {s for s in sources if isinstance(s, Residual)} - replay.recording.fixed
     return Stages(tuple(cotangents), *each, sizes), frozenset(needed)
 
 

@@ -175,7 +175,7 @@ def normalize(
                 plgpu.copy_smem_to_gmem(smem, target)
             for smem, hbm in zip(levels_smem, levels_hbm, strict=True):
                 target = hbm.at[pl.ds(place, groups), row]
-                plgpu.copy_smem_to_gmem(smem.at[worker], target)
+                plgpu.copy_smem_to_gmem(smem.at[worker, pl.ds(0, groups)], target)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             return carry
 
@@ -208,7 +208,7 @@ def normalize(
         scratch_types=[
             x_smem := block.shared_strips(workers * groups, group, dtype),
             block.shared_strips(workers * groups, width, jnp.uint8),
-            *(plgpu.SMEM((workers, groups, block.ROWS), kind) for kind in kinds),
+            *(block.shared_levels(workers, groups, kind) for kind in kinds),
             *(plgpu.SMEM((workers, columns), p.dtype) for p in parameters),
             *(plgpu.SMEM((block.ROWS,), s.dtype) for s in f.statistics),
             *([] if in_place else [block.shared_strips(workers * groups, group, of_y)]),

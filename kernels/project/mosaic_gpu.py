@@ -19,6 +19,7 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     SHARED,
     encoded,
     in_strips,
+    shared_levels,
     shared_strips,
     store,
     tiles,
@@ -92,7 +93,7 @@ def project(
                     plgpu.copy_smem_to_gmem(smem, target)
                 for smem, hbm in zip(levels_smem, levels_hbm, strict=True):
                     target = hbm.at[pl.ds(first, groups), row]
-                    plgpu.copy_smem_to_gmem(smem.at[worker], target)
+                    plgpu.copy_smem_to_gmem(smem.at[worker, pl.ds(0, groups)], target)
                 plgpu.wait_smem_to_gmem(0)
 
             pl.run_scoped(of_sums, plgpu.ACC((ROWS, columns), jnp.float32))
@@ -135,7 +136,7 @@ def project(
         thread_name="worker",
         scratch_types=[
             shared_strips(_WORKERS * groups, width, jnp.uint8),
-            *(plgpu.SMEM((_WORKERS, groups, ROWS), kind) for kind in kinds),
+            *(shared_levels(_WORKERS, groups, kind) for kind in kinds),
         ],
     )(x_tn, p_nr)
     found = [a[:count, :tokens].T for a in found]

@@ -221,6 +221,16 @@ def shared_strips(groups: int, group: int, dtype: jnp.dtype):
     return plgpu.SMEM(shape, dtype, transforms=swizzle)
 
 
+def shared_levels(workers: int, groups: int, dtype: jnp.dtype):
+    """Shared memory for scales or lows of as many groups for each warpgroup.
+
+    The copy engine wants what it copies to begin at a multiple of 128 bytes: an odd
+    number of groups of bytes is followed by one that nobody reads.
+    """
+    unit = max(1, 128 // (ROWS * jnp.dtype(dtype).itemsize))
+    return plgpu.SMEM((workers, groups + -groups % unit, ROWS), dtype)
+
+
 def in_strips(hbm, column: jax.Array, smem) -> Iterator[tuple]:
     """The strips of shared memory, and where they lie in rows of the card's."""
     strips, _, width = smem.shape
@@ -308,7 +318,8 @@ def _noise(x: jax.Array, seed, row, g, count: int, spread) -> jax.Array:
     """That of `noise.uniform`, of the entries' rows and this group."""
     group = x.shape[1]
     place = iota(x.shape, 1, spread).astype(jnp.uint32)
-    key = noise.group_key(jnp.sum(noise.digested(x, place), 1), seed)
+    digest = jnp.sum(noise.digested(x, place), 1, dtype=jnp.uint32)
+    key = noise.group_key(digest, seed)
     row, g = row.astype(jnp.uint32), g.astype(jnp.uint32)
     number = row * jnp.uint32(count * group % 2**32) + g * jnp.uint32(group) + place
     return noise.entry_noise(number, _over(key, group))

@@ -19,7 +19,9 @@ Asymmetric: ``low`` is the minimum rounded down, and the scale is
 
 What is stored and decoded depends on no order of operations: sums are of integers, and
 a product that is added to is exact (8 bits by 8 bits), so that fusing it changes
-nothing. Eager, compiled and in another kernel, the bits are the same.
+nothing. Eager, compiled and in another kernel, the bits are the same. A GPU divides by
+``rcp.approx``: its reciprocal of a scale may be the other neighbour of a CPU's, and of
+8-bit codes of normal numbers one in 3000 then is as well.
 """
 
 from collections.abc import Sequence

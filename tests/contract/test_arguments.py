@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
-from jaxcompact.planner.sensitivity import Effect
+from jaxcompact.planner.effects import Effect
 
 W, X, KEY = jnp.ones((4, 3)), jnp.ones((2, 4)), jax.random.key(0)
 TREE, SPACE = {"kernel": W}, jc.Subspace({"kernel": jc.Projection(2)}, KEY)

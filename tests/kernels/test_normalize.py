@@ -83,6 +83,13 @@ CASES = {
         (65, 200),
         {"columns": 128, "workers": 1},
     ),
+    "RMSNorm, 8-bit scales, three groups of each warpgroup": (
+        rms_norm,
+        {"bits": 4, "scale_bits": 8},
+        ("bfloat16", "bfloat16"),
+        (8, 384),
+        {"columns": 192, "workers": 2},
+    ),
     "RMSNorm, float32, narrowed, groups of 128": (
         rms_norm,
         {"bits": 2, "group": 128},

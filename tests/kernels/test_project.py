@@ -34,6 +34,12 @@ CASES = {
         (136, 48),
         64,
     ),
+    "8-bit scales, three groups": (
+        {"bits": 4, "scale_bits": 8},
+        "bfloat16",
+        (136, 48),
+        192,
+    ),
     "groups of 128, two blocks": ({"bits": 4, "group": 128}, "float16", (8, 80), 384),
 }
 cases = pytest.mark.parametrize("name", CASES)

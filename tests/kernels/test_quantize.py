@@ -10,7 +10,7 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
-from jaxcompact.kernels.quantize import api, reference
+from jaxcompact.kernels.quantize import api, mosaic_gpu, reference
 from tests.kernels.machine_code import compiled, kernels_in, resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -139,6 +139,25 @@ def test_bits_are_the_references(name):
         same(found, expected)
         x = api.dequantize(*found, **decoded, **KERNEL)
     same(x, jax.jit(lambda *e: reference.dequantize(*e, **decoded))(*expected))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_wide_dtypes_change_no_bit(axis):
+    """Noise too is made of integers of 32 bits."""
+    x = data((64, 128), jnp.bfloat16, axis)
+    fields = {"bits": 4, "group": 64, "axis": axis, "seed": 5}
+    expected = jax.jit(lambda x: reference.quantize(x, **fields))(x)
+    with jax.enable_x64(True), plgpu.force_gpu_interpret_mode(INTERPRETED):
+        same(api.quantize(x, **fields, **KERNEL), expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+@pytest.mark.parametrize("groups", range(1, 9))
+def test_the_copy_engine_takes_each_warpgroups_levels(groups, dtype):
+    """From a multiple of 128 bytes on."""
+    found = mosaic_gpu.shared_levels(2, groups, jnp.dtype(dtype))
+    assert found.shape[1] >= groups
+    assert math.prod(found.shape[1:]) * found.dtype.itemsize % 128 == 0
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])

@@ -19,7 +19,7 @@ from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.milp import frontier, solve
 from jaxcompact.planner.problem import named, problem, without_host
-from jaxcompact.replay import Residual
+from jaxcompact.sources import Residual
 
 BASE, CARD = jc.policies.int4(), devices()["h200"]
 N = 256

@@ -15,9 +15,9 @@ from flax import nnx
 import jaxcompact as jc
 from jaxcompact.planner import candidates, search
 from jaxcompact.planner.block import block_of
+from jaxcompact.planner.effects import noise
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of
-from jaxcompact.planner.sensitivity import noise
 
 MIB = 2**20
 D, FF, LAYERS = 512, 1408, 8

@@ -14,10 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxcompact as jc
 from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
+from jaxcompact.planner.effects import Effect, noise
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.planner.search import scan_step
-from jaxcompact.planner.sensitivity import CODECS, Effect, noise
+from jaxcompact.planner.sensitivity import CODECS
 
 D, FF, LAYERS = 64, 160, 3
 SHAPES = {

@@ -1,0 +1,107 @@
+"""The forward pass that encodes what it stores as soon as it is made."""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+
+from jax.extend.core import Literal
+
+from jaxcompact.codecs import Codec
+from jaxcompact.graph import Op, graph_of, read, tie
+from jaxcompact.norms import Norm, find_norms
+from jaxcompact.policy import Save
+from jaxcompact.program import Program
+from jaxcompact.regions import Region, find_regions
+
+
+class Forward:
+    """Outputs, and what is stored.
+
+    Args:
+        program: makes the outputs, and then what is stored.
+        reads: which inputs it reads.
+        count: of outputs.
+        order: which of what the program makes each slot stores.
+        actions: each slot's.
+
+    Attributes:
+        graph: the program's.
+        regions: elementwise functions of what is stored encoded, and norms of it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        reads: Sequence[bool],
+        count: int,
+        order: Sequence[int],
+        actions: Sequence[Save | Codec],
+    ):
+        self.consts, self.reads = program.consts, reads
+        self.count, self.slots = count, len(order)
+        graph = self.graph = graph_of(program.jaxpr)
+        outputs, made = graph.outputs[:count], graph.outputs[count:]
+        self.places: dict[Any, list[int]] = defaultdict(list)
+        for k, i in enumerate(order):
+            self.places[made[i]].append(k)
+        asked = {v: actions[ks[0]] for v, ks in self.places.items()}
+        codecs = {
+            v: action
+            for v, action in asked.items()
+            if isinstance(action, Codec) and len(self.places[v]) == 1
+        }
+        outputs = {v for v in outputs if isinstance(v, int)}
+        others = {v for v in self.places if isinstance(v, int) and v not in codecs}
+        self.regions: list[Region | Norm]
+        self.regions = [*find_regions(graph, codecs, outputs | others)]
+        saved = {v for v in others - outputs if asked[v] == Save()}
+        self.regions += find_norms(graph, codecs, saved, outputs | others - saved)
+
+    def slots_of(self, region: Region | Norm) -> list[int]:
+        return [self.places[v][0] for v in region.sources]
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        encode: Callable[[int, Any], Any],
+        regions: Sequence[Region | Norm] = (),
+        evaluate: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs, and ``encode(k, value)`` of each slot, made when its value is.
+
+        Left to itself XLA encodes at the end, and keeps what it encodes until then.
+        What one of ``regions`` makes, and its sources' slots, are those of
+        ``evaluate``.
+        What nothing reads but its encoding (a relu's slope) is not tied to it, and so
+        need not be in memory.
+        """
+        graph, count = self.graph, self.count
+        read_on = {v for v in graph.outputs[:count] if not isinstance(v, Literal)}
+        read_on.update(v for op in graph.ops for v in op.reads)
+        stored: dict[int, Any] = {}
+        sources = {v for region in regions for v in region.sources}
+        ends = {region.ops[-1]: region for region in regions}
+        inside = {op for region in regions for op in region.ops[:-1]}
+
+        def keep(value: int, x: Any) -> Any:
+            for k in () if value in sources else self.places.get(value, ()):
+                stored[k] = encode(k, x)
+                if value in read_on:
+                    x, stored[k] = tie((x, stored[k]))
+            return x
+
+        def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
+            if op in inside:
+                return [None]
+            if op not in ends:
+                return list(map(keep, op.outs, op.bind(*values)))
+            region = ends[op]
+            outs, encoded = evaluate(region, [env[v] for v in region.reads])
+            stored.update(zip(self.slots_of(region), encoded, strict=True))
+            return list(map(keep, region.makes, outs))[:1]  # others are only stored
+
+        inputs = map(keep, graph.inputs, [*self.consts, *compress(inputs, self.reads)])
+        env = graph.run(list(inputs), rule)
+        outs = [read(env, v) for v in graph.outputs[:count]]
+        return outs, [stored[k] for k in range(self.slots)]

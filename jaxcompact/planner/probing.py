@@ -1,0 +1,72 @@
+"""Policies that measure what rounding does: what is rounded is stored, and probed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxcompact.codecs import Codec
+from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
+from jaxcompact.tensors import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Under:
+    """A plan's actions; what it does not know, as the fused attention of a card that
+    is not here, is stored as by the policy ``base``."""
+
+    actions: Mapping[str, Action]
+    base: ChoosesActions
+    statistics = True
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        if tensor.name in self.actions:
+            return self.actions[tensor.name], "planned"
+        return self.base.decide(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Probing:
+    """The policy ``base``, but what it encodes is stored as it is, and probed."""
+
+    base: ChoosesActions
+    asked: Mapping[str, tuple[Tensor, tuple[Codec, ...]]]
+    starts: Mapping[str, int]
+    probes: tuple[jax.Array]
+
+    @property
+    def statistics(self) -> bool:
+        return getattr(self.base, "statistics", False)
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        action, reason = self.base.decide(tensor)
+        if isinstance(action, Derivative):
+            return Recompute(), reason
+        return (Save() if isinstance(action, Codec) else action), reason
+
+    def probe(self, tensor: Tensor, x: jax.Array, probe: jax.Array) -> jax.Array:
+        if tensor.name not in self.asked:
+            return x
+        _, codecs = self.asked[tensor.name]
+        start = self.starts[tensor.name]
+        return _probed(codecs, x, probe[start : start + len(codecs)])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _probed(codecs: tuple[Codec, ...], x: jax.Array, probe: jax.Array) -> jax.Array:
+    """x; the probe's cotangent is what each codec does to what x's cotangent is of."""
+    return x
+
+
+def _probed_backward(codecs, x, ct):
+    def moved(codec):
+        decoded = codec.decode(codec.encode(x)).astype(jnp.float32)
+        noise = decoded - x.astype(jnp.float32)
+        return jnp.sum(jnp.square(noise * ct.astype(jnp.float32)))
+
+    return None, jnp.stack(list(map(moved, codecs)))
+
+
+_probed.defvjp(lambda codecs, x, probe: (x, x), _probed_backward)

@@ -1,0 +1,153 @@
+"""The forward pass of a traced function with all that may be stored of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxcompact.choices import choices, choose
+from jaxcompact.graph import Graph, Op, Value, read
+from jaxcompact.kinds import BLOCKS, expensive
+from jaxcompact.program import Program
+from jaxcompact.sources import Choice, Residual, Slope, Source
+from jaxcompact.tensors import Tensors
+
+
+class Recording:
+    """A program that makes a graph's outputs, and then all that may be stored.
+
+    Args:
+        graph: the function.
+        tensors: what a policy sees of it.
+        moving: its values with cotangents (`moving_values`).
+        slopes: elementwise functions whose derivative is asked for.
+        bind: what an operation makes, if it is to be differentiated as a whole.
+
+    Attributes:
+        program: makes the outputs, and then the sources.
+        sources: values, residuals of blocks, slopes and choices.
+        trees: block -> its backward function as a pytree; its residuals are the leaves.
+        links: sources that are values of the graph -> that value.
+        fixed: sources made of parameters alone.
+        avals: source -> its type.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        tensors: Tensors,
+        moving: set[int],
+        slopes: set[int],
+        bind: Callable[[Op, list[Any]], list[Any]],
+    ):
+        self.graph, self.tensors, self.moving = graph, tensors, moving
+        self.slopes, self.bind = slopes, bind
+        self.wrt = [i for i, v in enumerate(graph.inputs) if v in moving]
+        self.active = [i for i, v in enumerate(graph.outputs) if self.moves(v)]
+        self._trace()
+        self._find_links()
+
+    def moves(self, value: Value) -> bool:
+        return isinstance(value, int) and value in self.moving
+
+    def differentiate(self, op: Op, values: list[Any]) -> tuple[list[Any], Any]:
+        """A block's outputs, and its backward function, which is a pytree."""
+        moves = list(map(self.moves, op.ins))
+
+        def call(*moving):
+            rest = iter(moving)
+            mixed = [next(rest) if m else v for m, v in zip(moves, values, strict=True)]
+            outs = self.bind(op, mixed)
+            pairs = zip(outs, op.outs, strict=True)
+            return [out for out, v in pairs if self.moves(v)], outs
+
+        moving = [v for v, m in zip(values, moves, strict=True) if m]
+        _, backward, outs = jax.vjp(call, *moving, has_aux=True)
+        return outs, backward
+
+    def _trace(self) -> None:
+        graph, trees = self.graph, {}
+
+        def forward(*inputs):
+            residuals, chosen = {}, {}
+
+            def rule(op, values, env):
+                if self._chooses(op):
+                    outs, chosen[Choice(op)] = choose(op, values)
+                    return outs
+                if not self._is_block(op):
+                    return op.bind(*values)
+                outs, backward = self.differentiate(op, values)
+                leaves, trees[op] = jax.tree.flatten(backward)
+                residuals.update((Residual(op, k), x) for k, x in enumerate(leaves))
+                return outs
+
+            env = graph.run(inputs, rule)
+            slopes = {Slope(v): self._slope(v, env) for v in self.slopes}
+            made = {**env, **residuals, **slopes, **chosen}
+            self.sources = [*made]
+            return [read(env, v) for v in graph.outputs], [*made.values()]
+
+        avals = [graph.avals[v] for v in graph.inputs]
+        self.program, self.trees = Program.trace(forward, *avals), trees
+
+    def _find_links(self) -> None:
+        graph, count = self.graph, len(self.graph.outputs)
+        variables = self.program.jaxpr.outvars[count:]
+        # A residual that is a value of the graph is taken from the replay.
+        value_of = {}
+        self.links: dict[Source, int] = {}
+        for source, variable in zip(self.sources, variables, strict=True):
+            if isinstance(variable, Literal):
+                continue
+            if isinstance(source, int):
+                value_of.setdefault(variable, source)
+            elif variable in value_of:
+                self.links[source] = value_of[variable]
+        fixed = {i for i, v in enumerate(graph.inputs) if v in self.tensors.fixed}
+        made_of_fixed = self.program.made_of(fixed)[count:]
+        self.fixed = {s for s, f in zip(self.sources, made_of_fixed, strict=True) if f}
+        self.avals = {s: v.aval for s, v in zip(self.sources, variables, strict=True)}
+
+    def _chooses(self, op: Op) -> bool:
+        """Whether decoded operands could make it choose others."""
+        moved = op.kind == "sign" or not self.moving.isdisjoint(op.outs)
+        lossy = not self.tensors.data.isdisjoint(op.reads)
+        return moved and lossy and bool(choices(op))  # 0 of an empty axis
+
+    def _is_block(self, op: Op) -> bool:
+        """Differentiated as a whole, from what it keeps for itself."""
+        moved = not self.moving.isdisjoint(op.outs)
+        return op.kind in BLOCKS and moved and expensive(op)
+
+    def _slope(self, value: int, env: dict[int, Any]) -> jax.Array:
+        function = self.tensors.functions[value]
+
+        def of_root(x):
+            inside = {**env, function.root: x}
+            for op in function.ops:
+                (inside[op.outs[0]],) = op.bind(*(read(inside, v) for v in op.ins))
+            return inside[value]
+
+        x = env[function.root]
+        return jax.jvp(of_root, (x,), (jnp.ones_like(x),))[1]
+
+
+def moving_values(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
+    """The values on a path from the differentiated inputs to the outputs."""
+
+    def floating(value):
+        return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
+
+    inputs = zip(graph.inputs, perturbed, strict=True)
+    moving = {v for v, p in inputs if p and floating(v)}
+    for op in graph.ops:
+        if op.kind != "stop_gradient" and not moving.isdisjoint(op.reads):
+            moving.update(v for v in op.outs if floating(v))
+    reaching = {v for v in graph.outputs if isinstance(v, int)}
+    for op in reversed(graph.ops):
+        if op.kind != "stop_gradient" and not reaching.isdisjoint(op.outs):
+            reaching.update(op.reads)
+    return moving & reaching

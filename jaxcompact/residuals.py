@@ -1,0 +1,114 @@
+"""What blocks keep for themselves, and which entries were taken, as tensors."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+
+from jaxcompact.choices import choices
+from jaxcompact.decisions import decided
+from jaxcompact.divisors import find_divisors, steeply_read
+from jaxcompact.graph import graph_of
+from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
+from jaxcompact.loops import infinities
+from jaxcompact.recording import Recording
+from jaxcompact.sources import Choice, Residual, Source
+from jaxcompact.tensors import Tensor
+
+
+def find_residuals(recording: Recording) -> Iterator[tuple[Residual | Choice, Tensor]]:
+    """Those that a policy decides of: the others are values of the graph, or made of
+    parameters alone."""
+    infinite = _infinite(recording)
+    steep, decides = _read_by_rules(recording)
+    for source in recording.sources:
+        if source in recording.fixed:
+            continue
+        value = recording.links.get(source, source)
+        if isinstance(source, Choice):
+            yield source, _choice(recording, source)
+        elif isinstance(source, Residual):
+            divisor, discrete = value in steep, value in decides
+            # One that is a value of the graph is decided of there.
+            if divisor or discrete or source not in recording.links:
+                divisor = divisor or source in infinite
+                yield source, _residual(recording, source, divisor, discrete)
+
+
+def _residual(
+    recording: Recording, source: Residual, divisor: bool, discrete: bool
+) -> Tensor:
+    """``divisor`` and ``discrete``: what is known of how a rule reads it."""
+    aval, op = recording.avals[source], source.op
+    tensors = recording.tensors
+    value = recording.links.get(source, source)
+    special = {"divisor": divisor, "discrete": discrete}
+    special = {name: True for name, holds in special.items() if holds}
+    if value in tensors.found:
+        return replace(tensors.found[value], **special)
+    largest = max(recording.graph.avals[v].size for v in op.reads)
+    out = tensors.found.get(op.outs[0])  # of a loop a part may be stored
+    tensor = Tensor(
+        name=f"{op.name}.residual{source.k}",
+        kind="residual",
+        shape=aval.shape,
+        dtype=aval.dtype,
+        where=op.where,
+        statistic=16 * aval.size <= largest,
+        fused=out and out.fused,
+        divisor=is_any(op, LINEAR_ALGEBRA)
+        or not tensors.fixed.issuperset(steeply_read(op)),
+    )
+    return replace(tensor, **special)
+
+
+def _choice(recording: Recording, source: Choice) -> Tensor:
+    aval, op = recording.avals[source], source.op
+    return Tensor(
+        name=f"{op.name}.choice",
+        kind="choice",
+        shape=aval.shape,
+        dtype=aval.dtype,
+        where=op.where,
+        discrete=True,
+        limit=choices(op),
+    )
+
+
+def _infinite(recording: Recording) -> set[Source]:
+    """Residuals that an infinity is written into by the rule that makes them."""
+    if not recording.trees:
+        return set()
+    graph = graph_of(recording.program.jaxpr)
+    found = infinities(graph)
+    made = graph.outputs[len(recording.graph.outputs) :]
+    pairs = zip(recording.sources, made, strict=True)
+    return {s for s, v in pairs if isinstance(v, int) and v in found}
+
+
+def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
+    """What rules of `jax.custom_vjp` divide by, and what they decide by."""
+    steep: set[Source] = set()
+    decides: set[Source] = set()
+    for op, tree in recording.trees.items():
+        if op.kind != "custom_vjp_call":
+            continue
+        sources = [Residual(op, k) for k in range(tree.num_leaves)]
+        made = (v for v in op.outs if recording.moves(v))
+        cts = [recording.graph.avals[v].to_ct_aval() for v in made]
+
+        def rule(leaves, cts, tree=tree):
+            return jax.tree.unflatten(tree, leaves)(cts)
+
+        avals = [recording.avals[s] for s in sources]
+        graph = graph_of(jax.make_jaxpr(rule)(avals, cts))
+        residuals = graph.inputs[-len(sources) - len(cts) :][: len(sources)]
+        named = dict(zip(residuals, sources, strict=True))
+        for found, inside in (
+            (steep, find_divisors(graph, ())),
+            (decides, decided(graph, residuals)),
+        ):
+            read = (named[v] for v in named if v in inside)
+            links = recording.links
+            found.update(links.get(s, s) for s in read if s not in recording.fixed)
+    return steep, decides
