@@ -106,7 +106,10 @@ def linear(
 
     Saved for the backward pass: z, encoded by the projection's codec, and W, which is
     a parameter and costs nothing. z is named ``"sketch"`` for the name-based policies
-    of `jax.checkpoint`. Kernels of one family that read the same ``x`` share one z.
+    of `jax.checkpoint`. Kernels of one family that read the same ``x`` share one z. If
+    they are layers of stacks, numbered by what is traced (in a scan or vmap, or taken
+    apart within a jit or checkpoint), they must be of one layer: others' gradients are
+    NaN. Take such stacks apart outside of it.
 
     Args:
         x: ``(..., n)``.
@@ -144,7 +147,7 @@ def linear(
         operands = (x, kernel) if bias is None else (x, kernel, bias)
         dtype = jnp.result_type(*(a.dtype for a in operands))
     if isinstance(kernel, SketchedKernel):
-        x, z = _sketched_input(x, kernel, dtype)
+        x, z, sketch = _sketched_input(x, kernel, dtype)
         spec = _Spec(
             jnp.dtype(dtype),
             precision,
@@ -153,7 +156,7 @@ def linear(
             jax.typeof(x),
             jax.typeof(kernel.sketch),
         )
-        operands = x, kernel.weight, kernel.sketch
+        operands = x, kernel.weight, sketch
         y = _sketched_product(spec, *varying_as(operands, operands), z)
     else:
         y = _product(x.astype(dtype), kernel.astype(dtype), 0, precision, out_sharding)
@@ -247,6 +250,8 @@ def _backward(spec: _Spec, residuals: Residuals, dy):
         dsketch_rm = jax.lax.dot_general(z, dy, numbers, **product)
     else:
         dsketch_rm = spec.codec.weight_gradient(z, dy, **product)
+    if not jnp.issubdtype(spec.sketch.dtype, jnp.complexfloating):
+        dsketch_rm = dsketch_rm.real  # of a real kernel that reads a complex x
     return dx, None, dsketch_rm.astype(spec.sketch.dtype), None
 
 
@@ -263,6 +268,7 @@ class _Shared:
     x: jax.Array
     reader: tuple  # what must be the same of all that z serves
     result: tuple[jax.Array, jax.Array | Encoded]
+    layer: Any  # of the kernel that z was made for
     served: dict[str, jax.Array]  # path -> key
     open: bool = True
 
@@ -287,7 +293,10 @@ def shared_sketches() -> Iterator[None]:
 
 
 def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
-    """x and its z, tied together so that z is made when x is, not when it is read."""
+    """x and its z, and the sketch to differentiate by.
+
+    x and z are tied together so that z is made when x is, not when it is read.
+    """
 
     def make():
         fixed = jax.lax.stop_gradient(x).astype(dtype)
@@ -298,7 +307,7 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     sharing = _sharing.get()
     # What is shared keeps tracers alive, which is all that a check for leaks sees.
     if sharing is None or jax.config.jax_check_tracer_leaks:
-        return make()
+        return *make(), kernel.sketch
     trace = get_opaque_trace_state()
     layer = _layer(kernel, taken_apart=trace == sharing.trace)
     # z must not leave its trace.
@@ -306,16 +315,23 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     entries = (e for e in sharing.found if e.x is x and e.reader == reader)
     entry = next(entries, None)
     if entry is None:
-        entry = _Shared(x, reader, make(), {})
+        entry = _Shared(x, reader, make(), kernel.layer, {})
         sharing.found.append(entry)
     elif layer is None and entry.served.get(kernel.path, kernel.key) is not kernel.key:
         # The same kernel with another key: layers of a stack, taken apart by hand,
         # read one tensor. Which key belongs to which layer can't be seen any more.
         entry.open = False
     if not entry.open:
-        return make()
+        return *make(), kernel.sketch
     entry.served[kernel.path] = kernel.key
-    return entry.result
+    sketch = kernel.sketch
+    if layer is None and kernel.layer is not entry.layer:
+        # Numbers of layers that only the compiled program knows: of another layer z is
+        # of another P. The gradient is NaN then, rather than in a P of which the
+        # update knows nothing; y is what it is.
+        same = jnp.all(kernel.layer == entry.layer)
+        sketch = sketch * jnp.where(same, 1.0, jnp.nan).astype(sketch.dtype)
+    return *entry.result, sketch
 
 
 def _layer(kernel: SketchedKernel, taken_apart: bool) -> Any:

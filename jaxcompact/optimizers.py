@@ -1,5 +1,6 @@
 """Optax transforms that live in a subspace."""
 
+import zlib
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
@@ -12,7 +13,7 @@ import optax
 
 from jaxcompact.kernels.explicit import laid_as
 from jaxcompact.paths import map_named, named_leaves, path_name
-from jaxcompact.subspace import IMPL, Slot, Subspace, require_subspace
+from jaxcompact.subspace import Slot, Subspace, require_subspace
 
 Moment = Literal["keep", "reset", "transfer"]
 
@@ -27,7 +28,7 @@ class SubspaceState(NamedTuple):
 
     count: jax.Array  # shape=(), int32: updates made
     generation: jax.Array  # shape=(), int32: which P the moments are in
-    key: jax.Array  # uint32: the data of the subspace's key
+    key: jax.Array  # uint32: of the subspace's key, and of what P is made of else
     inner: Any
 
 
@@ -41,9 +42,10 @@ def in_subspace(
 
     ``N = inner(P^T G)``, update ``= alpha P N``, with P made anew from the key. Takes
     the gradients of `value_and_grad`; the state of ``inner`` is shaped like them, in
-    float32 (also where the parameters are bfloat16: a bfloat16 second moment with
-    ``b2 = 0.999`` never decays). The updates have the parameters' shapes and dtypes.
-    An ``inner`` that reads parameters gets ``P^T W`` for the kernels in the subspace.
+    float32 or wider (also where the parameters are bfloat16: a bfloat16 second moment
+    with ``b2 = 0.999`` never decays). The updates have the parameters' shapes and
+    dtypes. An ``inner`` that reads parameters gets ``P^T W`` for the kernels in the
+    subspace.
 
     To accumulate gradients, add up those of the microbatches, as they are, and call
     update once. Or put `optax.MultiSteps` inside: its accumulator is r x m and float32,
@@ -54,17 +56,19 @@ def in_subspace(
 
     Args:
         subspace: the one given to `value_and_grad`. A state that was made under another
-            key gives NaN updates, rather than updates through the wrong P.
+            key, or other kinds of projections, gives NaN updates, rather than updates
+            through the wrong P.
         inner: the transform.
         moment: what becomes of the first moment at a new P, in whose coordinates the
             old one means nothing: ``"keep"`` it all the same (the paper), ``"reset"``
             it to zero, or ``"transfer"`` it, ``M <- (r/n) P_new^T P_old M``, the least
-            squares estimate. Second moments are kept: they hardly depend on P. First
-            moments are the state's fields ``mu``, ``trace`` and ``ema``. All else is
-            kept as well: first moments of other names (Adan's, AdEMAMix'), and the
-            positions and sums of ``schedule_free``, ``prodigy``, ``apply_every`` or
-            ``lbfgs``, which mean nothing under a new P. For those take a period that is
-            longer than the run.
+            squares estimate. After a reset, as Adam's count goes on, updates are ``1 -
+            b1``, ``1 - b1^2``, ... of their size at first. Second moments are kept:
+            they hardly depend on P. First moments are the state's fields ``mu``,
+            ``trace`` and ``ema``. All else is kept as well: first moments of other
+            names (Adan's, AdEMAMix'), and the positions and sums of ``schedule_free``,
+            ``prodigy``, ``apply_every`` or ``lbfgs``, which mean nothing under a new P.
+            For those take a period that is longer than the run.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
@@ -104,8 +108,7 @@ def in_subspace(
         return SubspaceState(
             count=jnp.zeros((), jnp.int32),
             generation=generation,
-            # A copy: a step that donates its state must not take the subspace's key.
-            key=jnp.array(jax.random.key_data(key), copy=True),
+            key=_fingerprint(key, slots),
             inner=inner.init(_sketched(slots, key, generation, params)),
         )
 
@@ -118,7 +121,7 @@ def in_subspace(
             raise ValueError(f"state must be what init returned, got {state!r}")
         slots = subspace.slots(params)
         _check_sketches(slots, updates)
-        key = jax.random.wrap_key_data(state.key, impl=IMPL)
+        key = subspace.key_here()
         _check_state(inner, state, partial(_sketched, slots, key), params)
         generation = subspace.generation(state.count)
         inner_state = state.inner
@@ -138,7 +141,7 @@ def in_subspace(
         )
         # P depends on the updates, so that no P outlives the forward pass to meet it.
         generation, updates = jax.lax.optimization_barrier((generation, updates))
-        right_key = jnp.all(state.key == jax.random.key_data(subspace.key_here()))
+        right_key = jnp.all(state.key == _fingerprint(key, slots))
 
         def lifted(name, update, param):
             slot = slots.get(name)
@@ -228,6 +231,13 @@ def update_count(opt_state: Any) -> jax.Array:
     return state.count
 
 
+def _fingerprint(key: jax.Array, slots: dict[str, Slot]) -> jax.Array:
+    """Of all that P's are made of, but for the generation."""
+    drawn = ";".join(sorted(f"{slot.path}={slot.drawn}" for slot in slots.values()))
+    number = np.uint32(zlib.crc32(drawn.encode()))
+    return jax.random.key_data(jax.random.fold_in(key, number))
+
+
 def _is_scalar(value: Any, least: float, most: float) -> bool:
     """A number in this range, or an array, as `optax.inject_hyperparams` gives it."""
     if isinstance(value, jax.Array | np.ndarray):
@@ -295,9 +305,9 @@ def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """In float32, or of two of them."""
-    complex_ = jnp.issubdtype(x.dtype, jnp.complexfloating)
-    return x.astype(jnp.complex64 if complex_ else jnp.float32)
+    """In float32, or wider where x is."""
+    with jax.numpy_dtype_promotion("standard"):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):

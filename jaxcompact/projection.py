@@ -191,7 +191,15 @@ class Projection:
         return self.codec.project(x, self._drawn(key, x.shape[-1], x.dtype))
 
     def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
-        """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype."""
+        """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype.
+
+        Raises ValueError for a sketch of another rank.
+        """
+        if sketch.ndim < 2 or sketch.shape[-2] != self.rank_of(width):
+            raise ValueError(
+                f"sketch must have {self.rank_of(width)} rows, the rank at width "
+                f"{width}, got shape {sketch.shape}"
+            )
         return self._lifted(self._drawn(key, width, sketch.dtype), sketch, width)
 
     def _drawn(self, key: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:

@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxcompact.kernels.explicit import laid_as, without
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.linear import SketchedKernel, shared_sketches
-from jaxcompact.paths import map_named, named_leaves
+from jaxcompact.paths import map_named, named_leaves, path_name
 from jaxcompact.projection import Projection
 
 # Of keys. Others give other bits under vmap, and so another P than the update's.
@@ -30,6 +31,8 @@ class Slot:
         path: name of the parameter, ``"layers/attn/q/kernel"``.
         family: kernels of one module with equal width and projection. They share P,
             and so their z where they read the same input (q, k, v; gate, up).
+        drawn: what P depends on, beside the key, the layer and the generation: the
+            family but for its codec, which may change within a run.
         projection: the rule that matched.
         stack: leading layer axes, ``()`` or for example ``(24,)``.
         width: n, the layer's inputs.
@@ -39,6 +42,7 @@ class Slot:
 
     path: str
     family: str
+    drawn: str
     projection: Projection
     stack: tuple[int, ...]
     width: int
@@ -52,7 +56,7 @@ class Slot:
     def keys(self, key: jax.Array, generation: jax.Array) -> jax.Array:
         """One PRNG key a layer, of shape ``stack``; they depend on nothing else."""
         key = jax.random.fold_in(key, generation)  # of all slots, compiled once
-        names = [f"{self.family}/{i}" for i in range(_prod(self.stack))]
+        names = [f"{self.drawn}/{i}" for i in range(_prod(self.stack))]
         numbers = np.array([zlib.crc32(n.encode()) for n in names], np.uint32)
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
         return keys.reshape(self.stack)
@@ -80,8 +84,8 @@ class Subspace:
             pattern that matches a path decides. Leading axes of a kernel of more than
             two are layers, each with its own P.
         key: a typed PRNG key, ``jax.random.key(seed)``, threefry2x32. P is a pure
-            function of (key, the kernel's module and sizes, layer, step // period) and
-            is never stored.
+            function of (key, the kernel's module and sizes, the projection but for its
+            codec, layer, step // period) and is never stored.
         period: updates between two projections.
 
     Raises ValueError for no rules, a pattern that is not a regular expression, a value
@@ -173,6 +177,13 @@ class Subspace:
                 if name in slots:
                     raise ValueError(f"params: two leaves have the name {name!r}")
                 slots[name] = _slot(name, leaf, pattern, self.rules[pattern])
+        for name in _masked(params):
+            if any(re.fullmatch(p, name) for p in self.rules):
+                raise ValueError(
+                    f"rules: {name!r} is in the subspace, but optax.partition or "
+                    "optax.masked gives its sketch to another transform: leave it out "
+                    "of the rules"
+                )
         if unused:
             names = [name for name, _ in named]
             raise ValueError(
@@ -221,11 +232,11 @@ def value_and_grad(
 
     The kernels are constants of ``fun``: what else it does with them has no gradient.
     A penalty on weights belongs into the optimizer (`optax.add_decayed_weights`).
-    A ``step`` other than the optimizer's own count takes the gradient in a P that the
-    update does not lift with, which nothing can notice; nor that ``params`` are a part
-    of the tree that the other one has, or hold it: names begin at its root (but for
-    Linen's "params"). Derivatives of ``grads`` lack what goes through x in ``P^T G``:
-    take curvature of ``fun`` and plain kernels.
+    A ``step`` other than the optimizer's own count, or a subspace other than its own,
+    takes the gradient in a P that the update does not lift with, which nothing can
+    notice; nor that ``params`` are a part of the tree that the other one has, or hold
+    it: names begin at its root (but for Linen's "params"). Derivatives of ``grads``
+    lack what goes through x in ``P^T G``: take curvature of ``fun`` and plain kernels.
 
     ``fun`` must read these kernels through `jaxcompact.linear` or the layers of
     `jaxcompact.nnx` and `jaxcompact.linen`.
@@ -256,8 +267,12 @@ def value_and_grad(
     return wrapped
 
 
+_ERRORS = NotImplementedError, TypeError, ValueError, IndexError, AttributeError
 # What jax says of a SketchedKernel that is read as an array, or as a tree of arrays.
-_OF_A_KEY = ("abstract method", "dtype key<", "'key<", "__jax_array__")
+_OF_A_KEY = (
+    *("abstract method", "dtype key<", "'key<", "__jax_array__"),
+    *("out of bounds for axis", "GetAttrKey"),
+)
 
 
 def require_subspace(subspace: Any) -> None:
@@ -295,7 +310,7 @@ def with_sketches(
             weight,
             leaf,
             keys[slot.family, slot.stack],
-            np.arange(_prod(slot.stack), dtype=np.int32).reshape(slot.stack),
+            _numbers(slot.stack),
             slot.path,
             slot.family,
             slot.stack,
@@ -307,17 +322,32 @@ def with_sketches(
         try:
             with shared_sketches():
                 return fun(sketched, *args, **kwargs)
-        except (NotImplementedError, TypeError, ValueError) as error:
+        except _ERRORS as error:
             if any(sign in str(error) for sign in _OF_A_KEY):
                 paths = ", ".join(slot.path for slot in slots.values())
                 error.add_note(
                     f"In the subspace are {paths}: each is a weight, a sketch and a "
-                    "PRNG key here. Cast only floating point leaves, read kernels by "
-                    "jaxcompact.linear, and leave penalties to the optimizer."
+                    "PRNG key here, whose axes before the last two are layers. Cast "
+                    "only floating point leaves, scan over the first axis, read "
+                    "kernels by jaxcompact.linear, and leave penalties to the "
+                    "optimizer."
                 )
             raise
 
     return of_sketches, map_named(zeros, params)
+
+
+class _Numbers(np.ndarray):
+    """Of layers. Known as long as they are; a traced index makes them traced."""
+
+    def __getitem__(self, index):
+        if any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(index)):
+            return jnp.asarray(np.asarray(self))[index]
+        return super().__getitem__(index)
+
+
+def _numbers(stack: tuple[int, ...]) -> np.ndarray:
+    return np.arange(_prod(stack), dtype=np.int32).reshape(stack).view(_Numbers)
 
 
 def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
@@ -334,10 +364,19 @@ def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:
         raise ValueError(f"rules[{pattern!r}] for {name!r}: {error}") from None
     # Of Linen's variables and of their "params" it is the same.
     module = name.removeprefix("params/").rpartition("/")[0].rpartition("/")[0]
-    family = f"{module}:{width}:{rank}:{projection.kind}:{projection.codec}"
-    if projection.blocks > 1:
-        family += f":{projection.blocks}"
-    return Slot(name, family, projection, tuple(stack), width, rank, outputs)
+    drawn = f"{module}:{width}:{rank}:{projection.kind}:{projection.blocks}"
+    family = f"{drawn}:{projection.codec}"
+    return Slot(name, family, drawn, projection, tuple(stack), width, rank, outputs)
+
+
+def _masked(params: Any) -> list[str]:
+    """What optax hides of a tree from one of several transforms."""
+
+    def is_masked(node):
+        return isinstance(node, optax.MaskedNode)
+
+    nodes = jax.tree.leaves_with_path(params, is_leaf=is_masked)
+    return [path_name(path) for path, node in nodes if is_masked(node)]
 
 
 def _loop(fun: Callable) -> Callable:

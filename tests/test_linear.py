@@ -173,7 +173,11 @@ def test_a_scan_over_layers_stacks_one_sketch_an_input_and_no_weight():
 
     saved = residuals(layers, space, block_params(layers=(3,)), x)
     assert sorted(shape for _, shape, _ in saved) == sorted(
-        [(3, 2, 8, 4)] * 2 + [(3, 2, 8, 10)] + [(3, 2, 8, 16)] * 5 + [(3, 2, 8, 40)] * 2
+        [(3, 2, 8, 4)] * 2
+        + [(3, 2, 8, 10)]
+        + [(3, 2, 8, 16)] * 5
+        + [(3, 2, 8, 40)] * 2
+        + [(3,)] * 3  # whether k, v and up are of the layer of q and gate
     )
 
 
@@ -311,6 +315,111 @@ def test_kernels_share_no_sketch_but_of_one_layer(fun, jitted):
         p = [slot.projection.matrix(k, N) for k in slot.keys(space.key, 0).reshape(-1)]
         p = jnp.stack(p).reshape(*slot.stack, N, -1)
         expected = jnp.einsum("...nr,...nm->...rm", p, exact)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def two_streams(params, x):
+    """Each asks the other: kernels are stacked over the two."""
+    y = jnp.flip(x, 0) + 1
+    loss = 0.0
+    for i, (mine, other) in enumerate([(x, y), (y, x)]):
+        kernels = one_layer(params, i)["attn"]
+        q, k, v = (
+            jc.linear(read, kernels[name]["kernel"])
+            for name, read in zip("qkv", (mine, other, other), strict=True)
+        )
+        loss += jnp.sin(q * k).sum() + jnp.square(v).sum()
+    return loss
+
+
+def rolled(params, x):
+    """A layer's q reads what k of the layer before reads."""
+    kernels = params["attn"]
+    before = jax.tree.map(lambda a: jnp.roll(a, 1, 0), kernels["k"])
+
+    def layer(x, kernels):
+        q, k = (jc.linear(x, kernel["kernel"]) for kernel in kernels)
+        return jnp.tanh(x + (q * k).mean(-1, keepdims=True)), None
+
+    return jax.lax.scan(layer, x, (kernels["q"], before))[0].sum()
+
+
+@pytest.mark.parametrize(
+    ("fun", "right"),
+    [
+        (two_streams, True),
+        (jax.checkpoint(two_streams), False),
+        (jc.checkpoint(two_streams, policy=jc.Policy(), params=0), False),
+        (jax.jit(two_streams), False),
+        (rolled, False),
+    ],
+)
+def test_the_sketch_of_another_layer_is_no_gradient(fun, right):
+    """Right, or NaN where only the compiled program knows which layers are read."""
+    space, x = subspace("attn/./kernel"), layer_input()
+    keys = jax.random.split(jax.random.key(3), 3)
+    params = {
+        "attn": {
+            n: {"kernel": jax.random.normal(key, (2, N, M)) / 4}
+            for n, key in zip("qkv", keys, strict=True)
+        }
+    }
+    value, got = jc.value_and_grad(fun, space)(params, x, step=0)
+    exact, full = jax.value_and_grad(fun)(params, x)
+    np.testing.assert_allclose(value, exact, rtol=1e-6)
+    seen = []
+    for path, slot in space.slots(params).items():
+        name = path.split("/")[1]
+        for i, key in enumerate(slot.keys(space.key, 0)):
+            found = got["attn"][name]["kernel"][i]
+            expected = (
+                slot.projection.matrix(key, N).T @ full["attn"][name]["kernel"][i]
+            )
+            seen.append(bool(jnp.isfinite(found).all()))
+            if seen[-1]:
+                np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+            else:
+                assert jnp.isnan(found).all()
+    assert all(seen) == right and any(seen)
+
+
+def looped(params, x):
+    def layer(i, x):
+        return jnp.tanh(jc.linear(x, taken(params["w"], i)))
+
+    return jax.lax.fori_loop(0, 3, layer, x).sum()
+
+
+def scanned(params, x):
+    def layer(x, i):
+        return jnp.tanh(jc.linear(x, taken(params["w"], i))), None
+
+    return jax.lax.scan(layer, x, jnp.arange(3))[0].sum()
+
+
+def routed(params, x):
+    """By the first token, to one of several."""
+    return jnp.tanh(jc.linear(x, taken(params["w"], jnp.argmax(x[0, 0]) % 3))).sum()
+
+
+def reordered(params, x):
+    def layer(x, kernel):
+        return jnp.tanh(jc.linear(x, kernel)), None
+
+    return jax.lax.scan(layer, x, taken(params["w"], jnp.array([2, 0, 1])))[0].sum()
+
+
+@pytest.mark.parametrize("fun", [looped, scanned, routed, reordered])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_layers_may_be_taken_by_a_traced_index(fun, jitted):
+    params = {"w": jax.random.normal(jax.random.key(3), (3, N, N)) / 4}
+    space, x = subspace("w"), layer_input()
+    grad = jc.value_and_grad(fun, space)
+    got = (jax.jit(grad) if jitted else grad)(params, x, step=0)[1]["w"]
+    full = jax.grad(fun)(params, x)["w"]
+    slot = space.slots(params)["w"]
+    for found, exact, key in zip(got, full, slot.keys(space.key, 0), strict=True):
+        expected = slot.projection.matrix(key, N).T @ exact
         np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 

@@ -1,6 +1,7 @@
 """in_subspace: against numpy and optax's GaLore, and around inner transforms."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -240,6 +241,37 @@ def test_another_key_gives_nan_rather_than_the_wrong_projection():
     other = jc.Subspace(subspace().rules, jax.random.key(5), 3)
     updates, _ = jc.scale_by_subspace_adam(other).update(gradients(0), state, params())
     assert jnp.isnan(updates["a"]["kernel"]).all()
+
+
+def test_another_kind_gives_nan_and_another_codec_changes_nothing():
+    """Of a run that goes on in the middle of a period."""
+    space = subspace()
+
+    def of(**change):
+        rules = {n: replace(p, **change) for n, p in space.rules.items()}
+        other = jc.Subspace(rules, space.key, space.period)
+        return jc.scale_by_subspace_adam(other)
+
+    state = of().init(params())
+    same, _ = of().update(gradients(0), state, params())
+    updates, _ = of(codec=jc.Quantized(8)).update(gradients(0), state, params())
+    jax.tree.map(np.testing.assert_array_equal, updates, same)
+    updates, _ = of(kind="rademacher").update(gradients(0), state, params())
+    assert jnp.isnan(updates["a"]["kernel"]).all()
+
+
+def test_a_sketch_that_another_transform_gets_is_refused(optax_promotion):
+    tree = {name: {"kernel": jnp.ones((16, 4))} for name in "ab"}
+    space = jc.Subspace({"./kernel": jc.Projection(1)}, jax.random.key(0))
+    labels = {"a": {"kernel": "sketched"}, "b": {"kernel": "other"}}
+    inside = {"sketched": jc.subspace_adamw(0.1, space), "other": optax.sgd(0.1)}
+    told = "'b/kernel' is in the subspace, but optax.partition .* leave it out"
+    with pytest.raises(ValueError, match=told):
+        optax.partition(inside, labels).init(tree)
+    inside["sketched"] = jc.subspace_adamw(
+        0.1, jc.Subspace({"a/kernel": jc.Projection(1)}, jax.random.key(0))
+    )
+    optax.partition(inside, labels).init(tree)
 
 
 def test_adamw_decays_the_weights_themselves():

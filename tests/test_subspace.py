@@ -176,10 +176,14 @@ def test_sketches_have_the_dtype_of_their_kernels(dtype, x_dtype):
 
     sketch = grads(params, x)["kernel"]
     assert sketch.dtype == dtype
-    exact = grads(*jax.tree.map(lambda a: a.astype(jnp.float32), (params, x)))["kernel"]
-    # Of 4096 terms, each rounded to no less than the coarser dtype's 8 bits, and the
-    # sum once more: a sum in bfloat16 would stand still long before.
-    atol = 2.0**-8 * float(jnp.abs(exact).max()) * 3
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (params, x))
+    exact, full = grads(*wide)["kernel"], jax.grad(loss)(*wide)["head"]["kernel"]
+    # Of 4096 terms, each rounded to no less than the coarser dtype's 8 bits, P among
+    # them, whose products cancel, and the sum once more: a sum in bfloat16 would stand
+    # still long before.
+    slot = space.slots(params)["head/kernel"]
+    p = slot.projection.matrix(slot.keys(space.key, 0), 16)
+    atol = 2.0**-8 * float((jnp.abs(p).T @ jnp.abs(full)).max()) * 3
     np.testing.assert_allclose(sketch.astype(jnp.float32), exact, rtol=0, atol=atol)
     rounded = sketch.astype(jnp.bfloat16).astype(dtype)
     assert bool((rounded == sketch).all()) == (dtype == jnp.bfloat16)

@@ -59,7 +59,7 @@ class Chain(Codec):
         return self.codecs[0].supports(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Chained:
-        self._require(x)
+        self._require(x, seed)
         leaves, steps = [x], []
         for codec in self.codecs:
             chosen = tuple(codec.supports(leaf.dtype) for leaf in leaves)
@@ -72,6 +72,7 @@ class Chain(Codec):
         return Chained(leaves, tuple(steps))
 
     def decode(self, encoded: Chained) -> jax.Array:
+        self._require_encoded(encoded, Chained)
         leaves = encoded.leaves
         for codec, (chosen, tree) in reversed(
             list(zip(self.codecs, encoded.steps, strict=True))

@@ -36,12 +36,16 @@ class Codec:
         known only as the program runs. Only stochastic codecs use it: tensors with
         different seeds share no rounding noise.
 
-        Raises ValueError for a dtype that is not supported.
+        Raises ValueError for a dtype that is not supported, and for a seed that is no
+        integer.
         """
         raise NotImplementedError
 
     def decode(self, encoded: Any) -> jax.Array:
-        """x again, in its shape and dtype."""
+        """x again, in its shape and dtype.
+
+        Raises ValueError for what no such codec has encoded.
+        """
         raise NotImplementedError
 
     def nbytes(self, shape: tuple[int, ...], dtype: Any = jnp.float32) -> int:
@@ -52,11 +56,22 @@ class Codec:
         """Bytes that it takes in the host's memory."""
         return 0
 
-    def _require(self, x: Any) -> None:
+    def _require(self, x: Any, seed: Any) -> None:
         if not isinstance(getattr(x, "shape", None), tuple):
             raise ValueError(f"x must be an array, got {x!r}")
         if not self.supports(x.dtype):
             raise ValueError(f"{self!r} can't encode dtype {x.dtype.name}")
+        scalar = getattr(seed, "shape", None) == ()
+        if type(seed) is not int and not (
+            scalar and jnp.issubdtype(seed.dtype, jnp.integer)
+        ):
+            raise ValueError(f"seed must be an integer, or an array of one, got {seed}")
+
+    def _require_encoded(self, encoded: Any, kind: type) -> None:
+        if not isinstance(encoded, kind):
+            raise ValueError(
+                f"encoded must be what {self!r} encoded, got {type(encoded).__name__}"
+            )
 
 
 @lru_cache(4096)  # a planner asks for each codec of each tensor, many times

@@ -50,11 +50,12 @@ class BitMask(Codec):
         return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
-        self._require(x)
+        self._require(x, seed)
         data = _packed(x.astype(bool).astype(jnp.uint8), 1)
         return Exact(data, x.shape, x.dtype)
 
     def decode(self, encoded: Exact) -> jax.Array:
+        self._require_encoded(encoded, Exact)
         return _unpacked(encoded.data, 1, encoded.shape).astype(encoded.dtype)
 
 
@@ -87,13 +88,14 @@ class Narrow(Codec):
         return jnp.issubdtype(dtype, jnp.integer)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
-        self._require(x)
+        self._require(x, seed)
         bits, largest = self._bits(x.dtype)
         limits = x.dtype.type(0), x.dtype.type(largest)
         data = jnp.clip(x, *limits).astype(f"uint{max(bits, 8)}")
         return Exact(_packed(data, bits), x.shape, x.dtype)
 
     def decode(self, encoded: Exact) -> jax.Array:
+        self._require_encoded(encoded, Exact)
         bits, _ = self._bits(encoded.dtype)
         x = _unpacked(encoded.data, bits, encoded.shape)
         return x.astype(encoded.dtype)

@@ -82,7 +82,7 @@ class Float8(Codec):
         return min(self.group_size, max(1, size))
 
     def encode(self, x: jax.Array, seed: int = 0) -> Float8Encoded:
-        self._require(x)
+        self._require(x, seed)
         rows = in_rows(x, merged(x.shape, self.group_size))
         rows, parts = in_parts(rows, -1, self._group(rows.shape[-1]))
         group = self._group(rows.shape[-1])
@@ -101,6 +101,7 @@ class Float8(Codec):
         )
 
     def decode(self, encoded: Float8Encoded) -> jax.Array:
+        self._require_encoded(encoded, Float8Encoded)
         shape = merged(encoded.shape, self.group_size)
         size = shape[-1] // encoded.parts
         values = split_groups(encoded.values, group=self._group(size), axis=-1)

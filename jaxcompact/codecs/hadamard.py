@@ -52,7 +52,7 @@ class Hadamard(Codec):
         return is_float(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> jax.Array:
-        self._require(x)
+        self._require(x, seed)
         return self._rotated(x)
 
     def decode(self, encoded: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ class Offload(Codec):
         return True
 
     def encode(self, x: jax.Array, seed: int = 0) -> jax.Array:
-        self._require(x)
+        self._require(x, seed)
         return jax.device_put(x, jax.memory.Space.Host)
 
     def decode(self, encoded: jax.Array) -> jax.Array:

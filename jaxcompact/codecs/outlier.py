@@ -97,7 +97,7 @@ class OutlierQuantized(Codec):
         return is_float(dtype)
 
     def encode(self, x: jax.Array, seed: int = 0) -> OutlierEncoded:
-        self._require(x)
+        self._require(x, seed)
         channels = x.shape[-1] if x.ndim > 1 else 0
         index = _outliers(x, self._count(channels), float(self.threshold))
         # One more entry than channels: what unused slots point to.
@@ -115,6 +115,7 @@ class OutlierQuantized(Codec):
         return OutlierEncoded(self._quantizer().encode(rest), kept, index.astype(wide))
 
     def decode(self, encoded: OutlierEncoded) -> jax.Array:
+        self._require_encoded(encoded, OutlierEncoded)
         rest = self._quantizer().decode(encoded.rest)
         slots = encoded.kept.shape[-1]
         if slots == 0:

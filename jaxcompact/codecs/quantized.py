@@ -162,7 +162,7 @@ class Quantized(Codec):
 
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:
         """``x`` in codes and scales."""
-        self._require(x)
+        self._require(x, seed)
         rows = in_rows(x, self._grouped(x.shape))
         group = self._group(rows.shape[self.axis])
         rows, parts = in_parts(rows, self.axis, group)
@@ -179,6 +179,7 @@ class Quantized(Codec):
 
     def decode(self, encoded: Encoded) -> jax.Array:
         """``x`` again, in its shape and dtype."""
+        self._require_encoded(encoded, Encoded)
         shape = self._grouped(encoded.shape)
         size = shape[self.axis] // encoded.parts
         x = api.dequantize(
