@@ -3,7 +3,7 @@
     python benchmarks/memory.py --model 350m --batch 128 --seq 256 --device h200 \\
         --method exact,remat,compact,int4,compact+int4 --json --plot peak.png
     python benchmarks/memory.py all      # the rows of docs/results.md, 10 minutes
-    python benchmarks/memory.py all --full                                # an hour
+    python benchmarks/memory.py all --full                         # an hour or two
     python benchmarks/memory.py table [--plot sizes.png]
 
 A method is an optimizer's (exact, compact, galore), a checkpoint policy's (remat, dots,
