@@ -1,6 +1,7 @@
 """The compressed linear op: exact output and dx, a sketch in place of dW."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ class SketchedKernel:
     stack: tuple[int, ...]
     projection: Projection
 
+    def __post_init__(self):
+        if _by_hand(self.layer, self.stack):
+            _taken_by_hand()
+
     def __jax_array__(self, *_, **__):
         raise ValueError(self._told())
 
@@ -106,10 +111,10 @@ def linear(
 
     Saved for the backward pass: z, encoded by the projection's codec, and W, which is
     a parameter and costs nothing. z is named ``"sketch"`` for the name-based policies
-    of `jax.checkpoint`. Kernels of one family that read the same ``x`` share one z. If
-    they are layers of stacks, numbered by what is traced (in a scan or vmap, or taken
-    apart within a jit or checkpoint), they must be of one layer: others' gradients are
-    NaN. Take such stacks apart outside of it.
+    of `jax.checkpoint`. Kernels of one family that read the same ``x`` share one z. Of
+    stacks they must be of one layer where its number is traced: in a scan, a vmap, or
+    taken apart within a jit or checkpoint. If stacks are taken apart or reordered by
+    hand, the gradient of another layer is NaN there; it is right outside.
 
     Args:
         x: ``(..., n)``.
@@ -268,7 +273,7 @@ class _Shared:
     x: jax.Array
     reader: tuple  # what must be the same of all that z serves
     result: tuple[jax.Array, jax.Array | Encoded]
-    layer: Any  # of the kernel that z was made for
+    key: jax.Array  # that z was made with
     served: dict[str, jax.Array]  # path -> key
     open: bool = True
 
@@ -277,6 +282,7 @@ class _Shared:
 class _Sharing:
     trace: Any  # in which it began
     found: list[_Shared]
+    by_hand: bool = False  # whether stacks are taken apart, reordered or cut by hand
 
 
 _sharing: ContextVar[_Sharing | None] = ContextVar("jaxcompact_sharing", default=None)
@@ -315,7 +321,7 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     entries = (e for e in sharing.found if e.x is x and e.reader == reader)
     entry = next(entries, None)
     if entry is None:
-        entry = _Shared(x, reader, make(), kernel.layer, {})
+        entry = _Shared(x, reader, make(), kernel.key, {})
         sharing.found.append(entry)
     elif layer is None and entry.served.get(kernel.path, kernel.key) is not kernel.key:
         # The same kernel with another key: layers of a stack, taken apart by hand,
@@ -325,13 +331,55 @@ def _sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
         return *make(), kernel.sketch
     entry.served[kernel.path] = kernel.key
     sketch = kernel.sketch
-    if layer is None and kernel.layer is not entry.layer:
-        # Numbers of layers that only the compiled program knows: of another layer z is
-        # of another P. The gradient is NaN then, rather than in a P of which the
-        # update knows nothing; y is what it is.
-        same = jnp.all(kernel.layer == entry.layer)
-        sketch = sketch * jnp.where(same, 1.0, jnp.nan).astype(sketch.dtype)
+    if layer is None and sharing.by_hand and kernel.key is not entry.key:
+        sketch = _if_of_one_key(sketch, kernel.key, entry.key)
     return *entry.result, sketch
+
+
+@jax.custom_vjp
+def _if_of_one_key(sketch: jax.Array, key: jax.Array, z_key: jax.Array) -> jax.Array:
+    """The sketch, whose gradient is NaN if z is of another layer, and so of another P.
+
+    Only the compiled program knows: keys are its arguments, and nothing else is stored.
+    """
+    return sketch
+
+
+def _if_of_one_key_backward(keys, dsketch):
+    key, z_key = map(jax.random.key_data, keys)
+    same = jnp.all(key == z_key)
+    return dsketch * jnp.where(same, 1.0, jnp.nan).astype(dsketch.dtype), None, None
+
+
+_if_of_one_key.defvjp(lambda sketch, *keys: (sketch, keys), _if_of_one_key_backward)
+
+
+class Numbers(np.ndarray):
+    """Of the layers of a stack: known where their index is, else traced."""
+
+    @classmethod
+    def of(cls, stack: tuple[int, ...]) -> "Numbers":
+        return np.arange(math.prod(stack), dtype=np.int32).reshape(stack).view(cls)
+
+    def __getitem__(self, index):
+        _taken_by_hand()
+        if any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(index)):
+            return jnp.asarray(np.asarray(self))[index]
+        return super().__getitem__(index)
+
+
+def _taken_by_hand() -> None:
+    if sharing := _sharing.get():
+        sharing.by_hand = True
+
+
+def _by_hand(layer: Any, stack: tuple[int, ...]) -> bool:
+    """Whether it is neither a stack as it was made nor what a scan or vmap is at."""
+    if not stack or not hasattr(layer, "shape"):
+        return False
+    if isinstance(layer, jax.core.Tracer):
+        return layer.shape != ()
+    return not np.array_equal(layer, np.arange(math.prod(stack)).reshape(stack))
 
 
 def _layer(kernel: SketchedKernel, taken_apart: bool) -> Any:

@@ -15,7 +15,7 @@ import optax
 
 from jaxcompact.kernels.explicit import laid_as, without
 from jaxcompact.kernels.varying import varying_as
-from jaxcompact.linear import SketchedKernel, shared_sketches
+from jaxcompact.linear import Numbers, SketchedKernel, shared_sketches
 from jaxcompact.paths import map_named, named_leaves, path_name
 from jaxcompact.projection import Projection
 
@@ -310,7 +310,7 @@ def with_sketches(
             weight,
             leaf,
             keys[slot.family, slot.stack],
-            _numbers(slot.stack),
+            Numbers.of(slot.stack),
             slot.path,
             slot.family,
             slot.stack,
@@ -335,19 +335,6 @@ def with_sketches(
             raise
 
     return of_sketches, map_named(zeros, params)
-
-
-class _Numbers(np.ndarray):
-    """Of layers. Known as long as they are; a traced index makes them traced."""
-
-    def __getitem__(self, index):
-        if any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(index)):
-            return jnp.asarray(np.asarray(self))[index]
-        return super().__getitem__(index)
-
-
-def _numbers(stack: tuple[int, ...]) -> np.ndarray:
-    return np.arange(_prod(stack), dtype=np.int32).reshape(stack).view(_Numbers)
 
 
 def _slot(name: str, leaf: Any, pattern: str, projection: Projection) -> Slot:

@@ -173,11 +173,7 @@ def test_a_scan_over_layers_stacks_one_sketch_an_input_and_no_weight():
 
     saved = residuals(layers, space, block_params(layers=(3,)), x)
     assert sorted(shape for _, shape, _ in saved) == sorted(
-        [(3, 2, 8, 4)] * 2
-        + [(3, 2, 8, 10)]
-        + [(3, 2, 8, 16)] * 5
-        + [(3, 2, 8, 40)] * 2
-        + [(3,)] * 3  # whether k, v and up are of the layer of q and gate
+        [(3, 2, 8, 4)] * 2 + [(3, 2, 8, 10)] + [(3, 2, 8, 16)] * 5 + [(3, 2, 8, 40)] * 2
     )
 
 
