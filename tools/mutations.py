@@ -57,6 +57,21 @@ MUTATIONS = [
         "tests/contract/test_compact.py::test_a_linear_layer",
     ),
     Mutation(
+        "a gradient by the sketch of another layer",
+        "jaxcompact/linear.py",
+        "if layer is None and sharing.by_hand",
+        "if False and sharing.by_hand",
+        "tests/test_linear.py::test_the_sketch_of_another_layer_is_no_gradient",
+    ),
+    Mutation(
+        "scales that begin where the copy engine takes none",
+        "kernels/quantize/mosaic_gpu.py",
+        "groups + -groups % unit",
+        "groups",
+        "tests/kernels/test_quantize.py::"
+        "test_the_copy_engine_takes_each_warpgroups_levels",
+    ),
+    Mutation(
         "a layer's number is not folded into its key",
         "jaxcompact/subspace.py",
         "jax.vmap(partial(jax.random.fold_in, key))(numbers)",
