@@ -12,9 +12,9 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.graph import graph_of
-from jaxcompact.linear import SketchedKernel
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy
+from jaxcompact.sketched import SketchedKernel
 from jaxcompact.traced import Traced, run
 
 _OF_THE_WORLD = {"IOEffect", "OrderedIOEffect"}  # classes that jax does not export

@@ -10,8 +10,9 @@ from flax.linen.dtypes import promote_dtype
 
 from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
-from jaxcompact.linear import SketchedKernel, linear
+from jaxcompact.linear import linear
 from jaxcompact.policy import ChoosesActions
+from jaxcompact.sketched import SketchedKernel
 
 
 class Dense(nn.Dense):

@@ -13,8 +13,9 @@ from jaxcompact import subspace as functional
 from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.kernels.explicit import typed
-from jaxcompact.linear import SketchedKernel, linear
+from jaxcompact.linear import linear
 from jaxcompact.policy import ChoosesActions
+from jaxcompact.sketched import SketchedKernel
 from jaxcompact.subspace import Subspace
 
 

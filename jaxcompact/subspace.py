@@ -15,9 +15,9 @@ import optax
 
 from jaxcompact.kernels.explicit import laid_as, without
 from jaxcompact.kernels.varying import varying_as
-from jaxcompact.linear import Numbers, SketchedKernel, shared_sketches
 from jaxcompact.paths import map_named, named_leaves, path_name
 from jaxcompact.projection import Projection
+from jaxcompact.sketched import Numbers, SketchedKernel, shared_sketches
 
 # Of keys. Others give other bits under vmap, and so another P than the update's.
 IMPL = "threefry2x32"

@@ -146,7 +146,7 @@ def test_one_layer_saves_z_and_the_weight_and_nothing_else():
     assert ((4, 6, N), "from the argument x") in plain
 
 
-SKETCH = "_sketched_input"  # the function that makes sketches
+SKETCH = "sketched_input"  # the function that makes sketches
 BLOCK = r"attn/./kernel|mlp/.*/kernel"
 
 

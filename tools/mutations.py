@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a gradient by the sketch of another layer",
-        "jaxcompact/linear.py",
+        "jaxcompact/sketched.py",
         "if layer is None and sharing.by_hand",
         "if False and sharing.by_hand",
         "tests/test_linear.py::test_the_sketch_of_another_layer_is_no_gradient",
