@@ -319,6 +319,10 @@ def test_fitted_takes_wide_scales_where_a_minimum_is_stored():
     assert codec == Quantized(4, symmetric=False)
     with pytest.raises(ValueError, match="known values"):
         jax.jit(lambda x: fitted(Quantized(4), x) and x)(jnp.ones(3))
+    with pytest.raises(ValueError, match="known values"):
+        fitted(Quantized(4), [1.0, 2.0])
+    with pytest.raises(ValueError, match="no NaN"):
+        fitted(Quantized(4), jnp.array([1.0, jnp.nan, 2.0]))
     with pytest.raises(ValueError, match="field symmetric"):
         fitted(Float8(), jnp.ones(3))
 
