@@ -561,12 +561,14 @@ def test_steps_are_traced_and_compiled_once():
 
 
 @SLOW
-@pytest.mark.parametrize(("shared", "limit"), [(True, 2.1), (False, 1.8)])
+@pytest.mark.parametrize(("shared", "limit"), [(True, 2.0), (False, 1.8)])
 def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
     """12 layers, unrolled; one function for all of them, or one for each.
 
-    By calls of Python functions, which other work does not change: 1.98 and 1.69 times
-    as many were counted; times, on an idle machine, are 1.7 to 2.0.
+    By calls of Python functions, which other work does not change: 1.92 and 1.75 times
+    as many were counted; times, on an idle machine, are 1.7 to 2.0. Of a second
+    tracing: a process asks once how many bytes a codec takes of a shape, which other
+    tests may have done before (2.10 with it, of one function).
     """
 
     def block(w, x):
@@ -586,6 +588,7 @@ def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
     ws = [normal(i, 5, 32, 32) for i in range(12)]
 
     def calls(checkpoint):
+        jax.jit(jax.grad(weighted(model(checkpoint)))).trace(ws, X)
         jax.clear_caches()
         grad = jax.jit(jax.grad(weighted(model(checkpoint))))
         profile = cProfile.Profile()
@@ -594,7 +597,7 @@ def test_tracing_time_is_near_that_of_jax_checkpoint(shared, limit):
 
     ours = calls(partial(jc.checkpoint, policy=jc.policies.int4(), params=0))
     theirs = calls(jax.checkpoint)
-    assert ours < limit * theirs
+    assert ours < limit * theirs, ours / theirs
 
 
 # --- programs at random ---
