@@ -379,6 +379,22 @@ def test_the_sketch_of_another_layer_is_no_gradient(fun, right):
     assert all(seen) == right and any(seen)
 
 
+def test_a_real_kernel_may_read_a_complex_input():
+    """Of the product's derivative the real part, as for a plain kernel; no warning."""
+    space, kernel = subspace("w"), layer_params()["kernel"]
+    x = jax.lax.complex(layer_input(), 2 * layer_input())
+
+    def fun(params, x):
+        return jnp.sum(jnp.abs(jc.linear(x, params["w"], dtype=jnp.complex64)) ** 2)
+
+    found = jc.value_and_grad(fun, space)({"w": kernel}, x, step=0)[1]["w"]
+    full = jax.grad(fun)({"w": kernel}, x)["w"]
+    slot = space.slots({"w": kernel})["w"]
+    p = slot.projection.matrix(slot.keys(space.key, 0), N)
+    assert found.dtype == kernel.dtype
+    np.testing.assert_allclose(found, p.T @ full, rtol=1e-3, atol=1e-3)
+
+
 def looped(params, x):
     def layer(i, x):
         return jnp.tanh(jc.linear(x, taken(params["w"], i)))

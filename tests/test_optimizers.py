@@ -260,6 +260,30 @@ def test_another_kind_gives_nan_and_another_codec_changes_nothing():
     assert jnp.isnan(updates["a"]["kernel"]).all()
 
 
+@pytest.mark.parametrize("moment", ["reset", "transfer", "keep"])
+def test_moments_of_wide_parameters_are_wide(moment, optax_promotion):
+    """In float64 ten updates differ from their like in float32 by its rounding."""
+    with jax.enable_x64(True):
+
+        def run(dtype):
+            tree = {"kernel": jnp.ones((16, 3), dtype), "bias": jnp.ones(3, dtype)}
+            space = jc.Subspace({"kernel": jc.Projection(4)}, jax.random.key(0), 3)
+            tx = jc.scale_by_subspace_adam(space, moment=moment)
+            state = tx.init(tree)
+            for i in range(10):
+                grads = {
+                    "kernel": jnp.sin(i + jnp.arange(12.0, dtype=dtype)).reshape(4, 3),
+                    "bias": jnp.cos(i + jnp.arange(3.0, dtype=dtype)),
+                }
+                updates, state = tx.update(grads, state, tree)
+            return updates, state.inner.mu
+
+        wide, narrow = run(jnp.float64), run(jnp.float32)
+        for a, b in zip(*map(jax.tree.leaves, (wide, narrow)), strict=True):
+            assert a.dtype == jnp.float64 and b.dtype == jnp.float32
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_a_sketch_that_another_transform_gets_is_refused(optax_promotion):
     tree = {name: {"kernel": jnp.ones((16, 4))} for name in "ab"}
     space = jc.Subspace({"./kernel": jc.Projection(1)}, jax.random.key(0))

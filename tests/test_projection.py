@@ -34,6 +34,14 @@ def test_p_does_not_depend_on_the_width_of_jaxs_dtypes(kind):
     np.testing.assert_array_equal(wide, narrow)
 
 
+@pytest.mark.parametrize("kind", KINDS_OF_P)
+@pytest.mark.parametrize("rows", [3, 5, 8])
+def test_a_sketch_of_another_rank_is_refused(kind, rows):
+    projection = jc.Projection(4, kind)
+    with pytest.raises(ValueError, match=rf"sketch must have 4 rows.*\({rows}, 2\)"):
+        projection.lift(jax.random.key(0), jnp.ones((rows, 2)), 12)
+
+
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])
 def test_integers_are_projected_as_floats(dtype):
     key, x = jax.random.key(0), jnp.arange(32).reshape(2, 16).astype(dtype)

@@ -5,6 +5,7 @@ import functools
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from configs import RobertaConfig
 from jaxcompact.planner.block import block_of
 from roberta import Roberta
 from roberta_weights import load_roberta, save_roberta
+from tests.train.refusals import refused_by
 from tokenizer import load_tokenizer
 
 pytest.importorskip("tokenizers")
@@ -395,18 +397,7 @@ def test_the_defaults_are_the_papers():
     assert own.method.alpha == 3
 
 
-def refused(capsys, arguments: list[str]) -> str:
-    """The error, which comes with exit code 2 and before any training."""
-    try:
-        code = finetune.main(arguments)
-    except SystemExit as error:
-        code = error.code
-    captured = capsys.readouterr()
-    assert code == 2
-    assert "compiled" not in captured.out
-    error = captured.err.splitlines()[-1]
-    assert error.startswith("finetune.py: error: ")
-    return error
+refused = partial(refused_by, finetune)
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,13 @@
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 
 import configs
 import pretrain
 from configs import ModelConfig
+from tests.train.refusals import refused_by
 
 SMALL = ["--batch-size", "4", "--seq-len", "16", "--eval-batches", "2"]
 TINY = configs.MODELS["tiny"]
@@ -28,15 +30,4 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows_of(folder) if "loss" in row}
 
 
-def refused(capsys, arguments: list[str]) -> str:
-    """The error, which comes with exit code 2 and before any training."""
-    try:
-        code = pretrain.main(arguments)
-    except SystemExit as error:
-        code = error.code
-    captured = capsys.readouterr()
-    assert code == 2
-    assert "compiled" not in captured.out
-    error = captured.err.splitlines()[-1]
-    assert error.startswith("pretrain.py: error: ")
-    return error
+refused = partial(refused_by, pretrain)
