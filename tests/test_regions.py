@@ -27,6 +27,10 @@ def gelu(w, x):
     return jax.nn.gelu(x @ w["up"]) @ w["down"]
 
 
+def exact_gelu(w, x):
+    return jax.nn.gelu(x @ w["up"], approximate=False) @ w["down"]
+
+
 def two_functions(w, x):
     """Each of its own tensor."""
     gate, up = x @ w["gate"], x @ w["up"]
@@ -92,6 +96,8 @@ def test_what_is_one_function_of_stored_tensors():
     [(sources, kinds)] = regions(gelu).items()
     assert sources == (gate,) and kinds[0] == "integer_pow" and kinds[-1] == "mul"
     assert {"tanh", "add"} < {*kinds}
+    [(sources, kinds)] = regions(exact_gelu).items()
+    assert sources == (gate,) and {"erfc", "mul"} < {*kinds}
     policy = jc.Policy({"dot_general.0": Q4})
     [(sources, kinds)] = regions(longest, policy).items()
     assert sources == (gate,) and kinds[-3:] == ["square", "mul", "add"]
@@ -137,7 +143,7 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("fun", [swiglu, gelu], ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize("fun", [swiglu, gelu, exact_gelu], ids=lambda fun: fun.__name__)
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted; the same codes, and what XLA fuses in another order."""
     from jaxcompact.kernels.activate import mosaic_gpu

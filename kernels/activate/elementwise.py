@@ -14,11 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxcompact.kernels.activate.error_function import erf, erfc
+
 TAKEN = frozenset(
-    """abs add broadcast_in_dim clamp convert_element_type div eq exp exp2 ge gt
-    integer_pow le log logistic lt max min mul ne neg rsqrt select_n sqrt square sub
-    tanh""".split()
+    """abs add broadcast_in_dim clamp convert_element_type copy div eq erf erfc exp exp2
+    ge gt integer_pow le log logistic lt max min mul ne neg rsqrt select_n sqrt square
+    sub tanh""".split()
 )
+_OURS = {"copy": lambda x: x, "erf": erf, "erfc": erfc}  # that Mosaic does not have
 CALLS = frozenset("jit pjit closed_call custom_jvp_call custom_vjp_call".split())
 
 
@@ -75,9 +78,16 @@ def _values(jaxpr: Any, ins: Sequence[Any], shape: tuple[int, ...]) -> list[Any]
         elif eqn.primitive.name == "broadcast_in_dim":
             outs = [jnp.broadcast_to(*ins, shape)]
         else:
-            outs = [eqn.primitive.bind(*ins, **eqn.params)]
+            outs = [applied(eqn, ins)]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [_read(env, v) for v in jaxpr.outvars]
+
+
+def applied(eqn: Any, ins: Sequence[Any]) -> Any:
+    """What one of the operations that are taken makes of arrays or numbers."""
+    if ours := _OURS.get(eqn.primitive.name):
+        return ours(*ins)
+    return eqn.primitive.bind(*ins, **eqn.params)
 
 
 def _read(env: dict[Any, Any], variable: Any) -> Any:

@@ -137,7 +137,7 @@ def evaluated(
         if source.form != value.form and (source.form != NUMBER or kind == "select_n"):
             found = over(found, source.form, value.form)
         ins.append(found)
-    known[value] = value.eqn.primitive.bind(*ins, **value.eqn.params)
+    known[value] = elementwise.applied(value.eqn, ins)
     return known[value]
 
 
@@ -247,7 +247,7 @@ class _Reader:
             raise Refused(f"f must sum over the last axis of {self.shape} alone")
         with jax.ensure_compile_time_eval():
             numbers = [jnp.asarray(v.number, v.dtype) for v in values]
-            found = eqn.primitive.bind(*numbers, **eqn.params)
+            found = elementwise.applied(eqn, numbers)
         return self.number(found, eqn.outvars[0].aval.dtype)
 
     def moved(self, eqn: Any, value: Value, axes: tuple[int, ...]) -> tuple[int, ...]:
