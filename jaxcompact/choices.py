@@ -104,7 +104,8 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
 def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
     """What the operation makes of other operands if it chooses so.
 
-    Its derivative is linear in them; of a max of two, a clamp the value is their own.
+    Its derivative is linear in them; of a max of two, a clamp, a size the value is
+    their own.
     """
     params, x = op.eqn.params, values[0]
     match op.kind:
@@ -114,8 +115,9 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
             chosen = jnp.where(choice == 0, x, jnp.where(choice == 2, y, both))
             # A bound, as what is divided by may have, is one of the value as well.
             return [pinned(lax.stop_gradient(op.bind(*values)[0]), chosen)]
-        case "abs":
-            return [jnp.where(choice == 1, x, -x)]
+        case "abs":  # never below zero: it may be divided by
+            size = lax.stop_gradient(jnp.abs(x))
+            return [pinned(size, jnp.where(choice == 1, x, -x))]
         case "sign":
             return [(choice - 1).astype(x.dtype)]
         case "clamp":

@@ -82,7 +82,15 @@ class _Facts:
         return list(op.outs) if through and all(map(self.is_positive, op.ins)) else []
 
     def is_positive(self, value: int | Literal) -> bool:
-        return value.val >= 0 if isinstance(value, Literal) else value in self.positive
+        return (
+            _is_above(value, 0)
+            if isinstance(value, Literal)
+            else value in self.positive
+        )
+
+
+def _is_above(constant: Literal, bound: float) -> bool:
+    return not jnp.iscomplexobj(constant.val) and constant.val >= bound
 
 
 def _union(found: Mapping[int, list[int]], values: Collection[int]) -> list[int]:
@@ -210,13 +218,13 @@ def _sources(op: Op, value: int, squared: bool, facts: _Facts) -> Collection[int
         if norm and terms > _TERMS:  # only differences may vanish as a whole
             return facts.differences.get(source, ())
         return op.reads
-    constants = [v.val for v in op.ins if isinstance(v, Literal)]
+    constants = [v for v in op.ins if isinstance(v, Literal)]
     least = op.ins[:1] if op.kind == "clamp" else op.ins
     if op.kind in ("max", "clamp"):
-        if any(isinstance(v, Literal) and v.val >= _GUARD for v in least):
+        if any(_is_above(v, _GUARD) for v in least if isinstance(v, Literal)):
             return ()
     if op.kind in ("add", "sub") and constants:
-        if op.kind == "add" and constants[0] >= _GUARD:
+        if op.kind == "add" and _is_above(constants[0], _GUARD):
             if all(map(facts.is_positive, op.reads)):
                 return ()
         return [*op.reads, *_union(facts.ones, op.reads)]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
-from jaxcompact.kernels.normalize.rows import TAKEN
-from jaxcompact.regions import is_written
+from jaxcompact.kernels.functions.rows import TAKEN
+from jaxcompact.regions import is_along, is_written
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def find_norms(
         }
         if len({*of.values()}) == 1 and _is_taken(op):
             (source,) = {*of.values()}
-            if all(_is_along(v, source, graph) for v in op.reads if v not in of):
+            if all(is_along(v, source, graph) for v in op.reads if v not in of):
                 before = [o for v in of if v != source for o in made[v][1]]
                 made[op.outs[0]] = source, tuple(dict.fromkeys([*before, op]))
 
@@ -107,10 +107,3 @@ def _is_taken(op: Op) -> bool:
         (body,) = map(graph_of, inner_jaxprs(op))
         return len(op.outs) == 1 and all(map(_is_taken, body.ops))
     return op.kind in TAKEN
-
-
-def _is_along(value: int, source: int, graph: Graph) -> bool:
-    """Whether it is a vector along the source's last axis."""
-    shape, of = graph.avals[value].shape, graph.avals[source].shape
-    before = [1] * (len(shape) - 1)
-    return len(before) < len(of) and shape == (*before, of[-1])

@@ -10,32 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
-from jaxcompact.kernels.activate.elementwise import TAKEN
+from jaxcompact.kernels.functions.operations import TAKEN
 from jaxcompact.kinds import expensive, renames
 
 
 @dataclass(frozen=True)
 class Region:
-    """One value as a function of stored tensors, entry by entry.
+    """One value as a function of stored tensors, entry by entry, and of parameters.
 
     Attributes:
         sources: the tensors. No operation but these reads them.
+        parameters: vectors along their last axis, as a bias.
         ops: the operations, in order. What they make they alone read, but the last's.
     """
 
     sources: tuple[int, ...]
+    parameters: tuple[int, ...]
     ops: tuple[Op, ...]
 
     @property
     def reads(self) -> tuple[int, ...]:
-        return self.sources
+        return *self.sources, *self.parameters
 
     @property
     def makes(self) -> tuple[int, ...]:
         return (self.ops[-1].outs[0],)
 
-    def __call__(self, *xs: Any) -> Any:
-        env = dict(zip(self.sources, xs, strict=True))
+    def __call__(self, *arrays: Any) -> Any:
+        env = dict(zip(self.reads, arrays, strict=True))
         for op in self.ops:
             (env[op.outs[0]],) = op.bind(*(read(env, v) for v in op.ins))
         return env[self.ops[-1].outs[0]]
@@ -57,11 +59,16 @@ def find_regions(
     for op in graph.ops:
         for v in set(op.reads):
             readers[v].append(op)
-        if _is_elementwise(op) and all(v in codecs or v in made for v in op.reads):
-            parts = [made[v] for v in op.reads if v not in codecs]
-            sources = [v for v in op.reads if v in codecs]
+        own = [v for v in op.reads if v in codecs or v in made]
+        others = [v for v in op.reads if v not in own]
+        if not _is_elementwise(op) or not own:
+            continue
+        if all(is_along(v, own[0], graph) for v in others):
+            parts = [made[v] for v in own if v not in codecs]
+            sources = [v for v in own if v in codecs]
             made[op.outs[0]] = Region(
                 tuple(dict.fromkeys([v for p in parts for v in p.sources] + sources)),
+                tuple(dict.fromkeys([v for p in parts for v in p.parameters] + others)),
                 tuple(dict.fromkeys([o for p in parts for o in p.ops] + [op])),
             )
 
@@ -93,6 +100,13 @@ def is_written(
         is_written(op.outs[0], readers, elsewhere) if renames(op) else expensive(op)
         for op in readers[value]
     )
+
+
+def is_along(value: int, of: int, graph: Graph) -> bool:
+    """Whether it is a vector along the other's last axis."""
+    shape, whole = graph.avals[value].shape, graph.avals[of].shape
+    before = [1] * (len(shape) - 1)
+    return len(before) < len(whole) and shape == (*before, whole[-1])
 
 
 def _is_elementwise(op: Op) -> bool:

@@ -220,19 +220,20 @@ class Plan:
         codec, avals = stores[0].codec, [store.aval for store in stores]
         if type(codec) is not Quantized:
             return False
+        of = [self.replay.forward.graph.avals[v] for v in region.parameters]
         if isinstance(region, Norm):
-            of = [self.replay.forward.graph.avals[v] for v in region.parameters]
             return codec.normalizes(region, *avals, of)
-        return codec.in_one_pass(region, avals)
+        return codec.activates(region, avals, of)
 
-    def _evaluate(self, region: Region | Norm, xs: list[Any]) -> tuple[list, list]:
+    def _evaluate(self, region: Region | Norm, arrays: list) -> tuple[list, list]:
         """What it makes, and what is stored of its sources."""
+        xs, parameters = arrays[: len(region.sources)], arrays[len(region.sources) :]
         stores = [self.stores[k] for k in self.replay.forward.slots_of(region)]
         codec = stores[0].codec
         if isinstance(region, Norm):
-            outs, encoded = codec.normalize(region, xs[0], xs[1:])
+            outs, encoded = codec.normalize(region, *xs, parameters)
             return outs, [stores[0].leaves_of(encoded)]
-        y, encoded = codec.activate(region, xs)
+        y, encoded = codec.activate(region, xs, parameters)
         pairs = zip(stores, encoded, strict=True)
         return [y], [store.leaves_of(e) for store, e in pairs]
 

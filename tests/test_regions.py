@@ -31,6 +31,11 @@ def exact_gelu(w, x):
     return jax.nn.gelu(x @ w["up"], approximate=False) @ w["down"]
 
 
+def biased(w, x):
+    """As transformers' and Flax's layers are: a bias, and the exact GELU."""
+    return jax.nn.gelu(x @ w["up"] + w["scale"][None, None], False) @ w["down"]
+
+
 def two_functions(w, x):
     """Each of its own tensor."""
     gate, up = x @ w["gate"], x @ w["up"]
@@ -60,7 +65,11 @@ def is_returned(w, x):
 
 
 def one_is_not_stored(w, x):
-    return (jnp.tanh(x @ w["up"]) * w["scale"][None, None]) @ w["down"]
+    return (jnp.tanh(x @ w["up"]) * x[..., :1]) @ w["down"]
+
+
+def of_a_row(w, x):
+    return (jnp.tanh(x @ w["up"]) + w["rows"][None]) @ w["down"]
 
 
 def weights(wide=128):
@@ -68,7 +77,8 @@ def weights(wide=128):
     shapes = {"gate": (64, wide), "up": (64, wide), "down": (wide, 64)}
     normal = jax.random.normal
     w = {n: normal(k, s) / 8 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-    return w | {"scale": jnp.ones(wide)}
+    along = jnp.cos(jnp.arange(wide, dtype=jnp.float32))
+    return w | {"scale": along, "rows": jnp.ones((8, 1))}
 
 
 X = jax.random.normal(jax.random.key(3), (2, 8, 64))
@@ -98,13 +108,16 @@ def test_what_is_one_function_of_stored_tensors():
     assert {"tanh", "add"} < {*kinds}
     [(sources, kinds)] = regions(exact_gelu).items()
     assert sources == (gate,) and {"erfc", "mul"} < {*kinds}
+    [(sources, kinds)] = regions(biased).items()
+    assert sources == (gate,) and kinds[0] == "add" and kinds[-1] == "mul"
     policy = jc.Policy({"dot_general.0": Q4})
     [(sources, kinds)] = regions(longest, policy).items()
     assert sources == (gate,) and kinds[-3:] == ["square", "mul", "add"]
 
 
 @pytest.mark.parametrize(
-    "fun", [read_elsewhere, middle_read_elsewhere, is_returned, one_is_not_stored]
+    "fun",
+    [read_elsewhere, middle_read_elsewhere, is_returned, one_is_not_stored, of_a_row],
 )
 def test_what_is_none(fun):
     assert not regions(fun)
@@ -143,7 +156,9 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("fun", [swiglu, gelu, exact_gelu], ids=lambda fun: fun.__name__)
+@pytest.mark.parametrize(
+    "fun", [swiglu, gelu, exact_gelu, biased], ids=lambda fun: fun.__name__
+)
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted; the same codes, and what XLA fuses in another order."""
     from jaxcompact.kernels.activate import mosaic_gpu
@@ -153,7 +168,7 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     monkeypatch.setattr(
         mosaic_gpu,
         "activate",
-        lambda f, xs, **k: together.append(len(xs)) or kernel(f, xs, **k),
+        lambda f, xs, p, **k: together.append(len(xs)) or kernel(f, xs, p, **k),
     )
     monkeypatch.setattr(
         stores.Store,

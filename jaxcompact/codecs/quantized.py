@@ -195,11 +195,13 @@ class Quantized(Codec):
         )
         return x.reshape(shape).reshape(encoded.shape)
 
-    def in_one_pass(self, f: Callable[..., jax.Array], xs: Sequence[Any]) -> bool:
+    def activates(
+        self, f: Callable[..., jax.Array], xs: Sequence[Any], parameters: Sequence[Any]
+    ) -> bool:
         """Whether a kernel would make what `activate` does, of such arrays."""
         shape = xs[0].shape
         return self._in_rows(shape) and activation.in_one_pass(
-            f, xs, bits=self.bits, group=self._group(shape[-1])
+            f, xs, parameters, bits=self.bits, group=self._group(shape[-1])
         )
 
     def _in_rows(self, shape: tuple[int, ...]) -> bool:
@@ -208,12 +210,19 @@ class Quantized(Codec):
         return rows and not self.stochastic
 
     def activate(
-        self, f: Callable[..., jax.Array], xs: Sequence[jax.Array]
+        self,
+        f: Callable[..., jax.Array],
+        xs: Sequence[jax.Array],
+        parameters: Sequence[jax.Array],
     ) -> tuple[jax.Array, list[Encoded]]:
-        """``f(*xs)``, f elementwise, and what `encode` gives of each: `in_one_pass`."""
+        """``f(*xs, *parameters)``, elementwise, and what `encode` gives of each x.
+
+        Where it `activates`.
+        """
         y, found = activation.activate(
             f,
             xs,
+            parameters,
             bits=self.bits,
             group=self._group(xs[0].shape[-1]),
             symmetric=self.symmetric,

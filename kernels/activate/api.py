@@ -10,8 +10,13 @@ import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate import reference
-from jaxcompact.kernels.activate.elementwise import refused
-from jaxcompact.kernels.explicit import part, sharding_of, typed
+from jaxcompact.kernels.explicit import part
+from jaxcompact.kernels.functions.rows import (
+    Function,
+    Refused,
+    broken_rows,
+    function_of,
+)
 from jaxcompact.kernels.quantize.api import batched_in_rows, broken_rule, flat
 from jaxcompact.kernels.quantize.devices import Division, division, split_by_xla
 from jaxcompact.kernels.varying import varying_as
@@ -22,6 +27,7 @@ _FOLDER = Path(__file__).parent
 def activate(
     f: Callable[..., jax.Array],
     xs: Sequence[jax.Array],
+    parameters: Sequence[jax.Array] = (),
     *,
     bits: int,
     group: int,
@@ -29,11 +35,12 @@ def activate(
     scale_bits: int = 16,
     implementation: str | None = None,
 ) -> tuple[jax.Array, list[reference.Encoded]]:
-    """``f(*xs)``, f elementwise, and codes, scales and lows of each x.
+    """``f(*xs, *parameters)``, f elementwise, and codes, scales and lows of each x.
 
-    These have `quantize`'s bits, nearest, along the last axis. f's operations are
-    rounded one by one, as XLA does: what the kernel's exp and tanh can change is said
-    in `elementwise`.
+    Parameters, a bias say, are ``[width]`` along the last axis, or ``[1, width]``.
+    Codes have `quantize`'s bits, nearest, along that axis. f's operations are rounded
+    one by one, as XLA does: what the kernel's exp and tanh can change is said in
+    `functions.operations`.
 
     Memory: the kernel reads each x once, and writes what it returns.
 
@@ -48,31 +55,44 @@ def activate(
     """
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
     fields["scale_bits"] = scale_bits
-    jaxpr, config, divided = _chosen(f, xs, bits, group, implementation)
-    if config is None:
-        return reference.activate(f, xs, **fields)
+    function, config, divided = _chosen(f, xs, parameters, bits, group, implementation)
+    count = len(xs)
 
-    def kernel(*xs):
+    def by_xla(*arrays):
+        return reference.activate(f, arrays[:count], arrays[count:], **fields)
+
+    if config is None:
+        return by_xla(*xs, *parameters)
+
+    def kernel(*arrays):
         from jaxcompact.kernels.activate import mosaic_gpu
 
-        y, of = mosaic_gpu.activate(
-            jaxpr, [flat(x, -1) for x in xs], **fields, **config
-        )
-        leading = xs[0].shape[:-1]
+        xs = [flat(x, -1) for x in arrays[:count]]
+        along = [p.reshape(-1) for p in arrays[count:]]
+        y, of = mosaic_gpu.activate(function, xs, along, **fields, **config)
+        leading = arrays[0].shape[:-1]
         return jax.tree.map(lambda a: a.reshape(*leading, a.shape[-1]), (y, of))
 
-    return varying_as(xs, batched_in_rows(divided.wrap(kernel))(*xs))
+    run = batched_in_rows(divided.wrap(kernel), len(parameters), by_xla)
+    return varying_as((*xs, *parameters), run(*xs, *parameters))
 
 
 def in_one_pass(
-    f: Callable[..., jax.Array], xs: Sequence[Any], *, bits: int, group: int
+    f: Callable[..., jax.Array],
+    xs: Sequence[Any],
+    parameters: Sequence[Any] = (),
+    *,
+    bits: int,
+    group: int,
 ) -> bool:
     """Whether `activate` would take its kernel, for arrays or what describes them."""
-    return _chosen(f, xs, bits, group, None)[1] is not None
+    return _chosen(f, xs, parameters, bits, group, None)[1] is not None
 
 
-def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None, Division]:
-    """f's jaxpr, how its kernel is to run, None for XLA's code, and on which parts."""
+def _chosen(
+    f, xs, parameters, bits, group, implementation
+) -> tuple[Function | None, dict | None, Division]:
+    """f as a kernel evaluates it; how it is to run, None for XLA's code; on what."""
     divided = division(xs[0], -1, group)
     chosen = partial(
         choice.chosen, "activate", _FOLDER, implementation, splits=divided.known
@@ -81,7 +101,7 @@ def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None, Divis
         return None, None, divided
     shape, dtype = xs[0].shape, xs[0].dtype
     broken = broken_rule(divided.shape, jnp.dtype(dtype), -1, bits, group)
-    closed, broken = None, divided.broken or broken
+    function, broken = None, divided.broken or broken
     if any(map(split_by_xla, xs)):
         broken = "XLA can't split it over devices"
     if group < 64:  # columns that f is evaluated on at once
@@ -92,23 +112,21 @@ def _chosen(f, xs, bits, group, implementation) -> tuple[Any, dict | None, Divis
         kinds = ", ".join(f"{x.dtype}{x.shape} in parts of {part(x)}" for x in xs)
         broken = f"xs must have one shape and dtype, got {kinds}"
     if not broken:
-        x = jax.ShapeDtypeStruct(
-            shape, dtype, sharding=sharding_of(xs[0]) if typed(xs[0]) else None
-        )
-        closed = jax.make_jaxpr(f)(*[x] * len(xs))
-        broken = refused(closed.jaxpr, shape)
-        broken = broken or _too_wide(closed.jaxpr, divided.shape, group)
-    return closed and closed.jaxpr, chosen(broken), divided
+        try:
+            function = function_of(f, xs, parameters)
+        except Refused as refusal:
+            broken = str(refusal)
+        else:
+            broken = broken_rows(function, divided.shape[-1])
+            broken = broken or _broken_by(function, group)
+    return function, chosen(broken), divided
 
 
-def _too_wide(jaxpr: Any, shape: tuple[int, ...], group: int) -> str | None:
-    """What the copy engine can't write, or a multiprocessor's shared memory hold."""
-    avals = [v.aval for v in (*jaxpr.invars, *jaxpr.outvars)]
-    for aval in avals:
-        # Longer rows, as `dequantize` writes, a product that reads y would copy.
-        if aval.dtype.itemsize * shape[-1] % 16:
-            return f"rows must be multiples of 16 bytes, got {aval.str_short()}"
-    width = sum(aval.dtype.itemsize for aval in avals)
-    if group * width > 2048:
+def _broken_by(f: Function, group: int) -> str | None:
+    """What keeps the kernel from f; None if nothing does."""
+    if f.sums or f.statistics:
+        return "f must be elementwise, of one result"
+    width = sum(value.dtype.itemsize for value in (*f.xs, f.y))
+    if group * width > 2048:  # of a multiprocessor's shared memory
         return f"groups of {group} take {2048 // group} bytes of xs and y, got {width}"
     return None

@@ -16,7 +16,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from jaxcompact.kernels.activate.elementwise import evaluated
+from jaxcompact.kernels.functions import blocks as evaluation
+from jaxcompact.kernels.functions.blocks import COLUMNS
+from jaxcompact.kernels.functions.rows import Function, evaluated
 from jaxcompact.kernels.quantize.mosaic_gpu import (
     ROWS,
     encoded,
@@ -24,17 +26,17 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     in_strips,
     layout,
     load,
+    longer,
     place_of_block,
     shared_strips,
     store,
 )
 
-_COLUMNS = 64  # that f is evaluated on at once
-
 
 def activate(
-    f: Any,
+    f: Function,
     xs: Sequence[jax.Array],
+    parameters: Sequence[jax.Array],
     *,
     bits: int,
     group: int,
@@ -42,11 +44,12 @@ def activate(
     scale_bits: int,
     columns: int,
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array | None]]]:
-    """``y[rows, size]`` of the jaxpr f; codes, scales, lows of each x: as `quantize`.
+    """``y[rows, size]``; codes, scales, lows of each x: as `quantize`.
 
-    Rows of x and y are multiples of 16 bytes. ``columns`` of a block.
+    Parameters are ``[size]``. Rows of x and y are multiples of 16 bytes. ``columns`` of
+    a block.
     """
-    (rows, size), dtype, of_y = xs[0].shape, xs[0].dtype, f.outvars[0].aval.dtype
+    (rows, size), dtype, of_y = xs[0].shape, xs[0].dtype, f.y.dtype
     count, width = pl.cdiv(size, group), group * bits // 8
     groups = min(max(1, columns // group), count)
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
@@ -55,19 +58,29 @@ def activate(
 
     def body(*refs):
         refs = iter(refs)
+        parameters_hbm = list(islice(refs, len(parameters)))
         xs_hbm, y_hbm, codes_hbm, levels_hbm = _taken(refs, len(xs), len(kinds))
         xs_smem, y_smem, codes_smem, levels_smem = _taken(refs, len(xs), len(kinds))
-        (arrived,) = refs
+        *parameters_smem, arrived = refs
         i, j = place_of_block(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
         for hbm, x_smem in zip(xs_hbm, xs_smem, strict=True):
             for source, smem in in_strips(hbm.at[row], first * group, x_smem):
                 plgpu.copy_gmem_to_smem(source, smem, arrived)
+        for hbm, smem in zip(parameters_hbm, parameters_smem, strict=True):
+            source = hbm.at[pl.ds(first * group, groups * group)]
+            plgpu.copy_gmem_to_smem(source, smem, arrived)
         plgpu.barrier_wait(arrived)
-        for column in range(0, groups * group, _COLUMNS):
-            spread = layout(_COLUMNS, dtype)
-            parts = [load(smem, column, _COLUMNS, spread) for smem in xs_smem]
-            store(y_smem, column, evaluated(f, parts))
+        spread = layout(COLUMNS, dtype)
+        for column in range(0, groups * group, COLUMNS):
+            known = {
+                x: load(smem, column, COLUMNS, spread)
+                for x, smem in zip(f.xs, xs_smem, strict=True)
+            }
+            for value, smem in zip(f.parameters, parameters_smem, strict=True):
+                known[value] = evaluation.along(smem, column, spread)
+            y = evaluated(f.y, known, evaluation.over(spread))
+            store(y_smem, column, y)
         for n, g in itertools.product(range(len(xs)), range(groups)):
             spread = layout(width, dtype)
             x = load(xs_smem[n], g * group, group, spread).astype(jnp.float32)
@@ -106,9 +119,12 @@ def activate(
             shared_strips(groups, group, of_y),
             *[shared_strips(groups, width, jnp.uint8)] * len(xs),
             *[plgpu.SMEM((groups, ROWS), kind) for kind in kinds * len(xs)],
-            plgpu.Barrier(num_arrivals=sum(smem.shape[0] for smem in xs_smem)),
+            *(plgpu.SMEM((groups * group,), p.dtype) for p in parameters),
+            plgpu.Barrier(
+                num_arrivals=sum(smem.shape[0] for smem in xs_smem) + len(parameters)
+            ),
         ],
-    )(*xs)
+    )(*(longer(p, 0, groups * group) for p in parameters), *xs)
     codes, found = found[: len(xs)], [a[:count, :rows].T for a in found[len(xs) :]]
     of = [[*pair, None][:2] for pair in itertools.batched(found, len(kinds))]
     return y, [(code, *levels) for code, levels in zip(codes, of, strict=True)]

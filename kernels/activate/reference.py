@@ -10,7 +10,10 @@ Encoded = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
 def activate(
-    f: Callable[..., jax.Array], xs: Sequence[jax.Array], **fields
+    f: Callable[..., jax.Array],
+    xs: Sequence[jax.Array],
+    parameters: Sequence[jax.Array],
+    **fields,
 ) -> tuple[jax.Array, list[Encoded]]:
-    """``f(*xs)``, and `quantize` of each x."""
-    return f(*xs), [quantize(x, **fields) for x in xs]
+    """``f(*xs, *parameters)``, and `quantize` of each x."""
+    return f(*xs, *parameters), [quantize(x, **fields) for x in xs]

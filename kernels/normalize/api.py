@@ -10,9 +10,14 @@ import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.explicit import on_parts, part, sharding_of, typed
+from jaxcompact.kernels.functions.rows import (
+    Function,
+    Refused,
+    broken_rows,
+    function_of,
+)
 from jaxcompact.kernels.normalize import reference
-from jaxcompact.kernels.normalize.rows import Function, Refused, function_of
-from jaxcompact.kernels.quantize.api import broken_rule, by_reference, flat
+from jaxcompact.kernels.quantize.api import batched_in_rows, broken_rule, flat
 from jaxcompact.kernels.quantize.devices import split_by_xla
 from jaxcompact.kernels.varying import varying_as
 
@@ -35,7 +40,7 @@ def normalize(
     ``y[..., width]`` is made entry by entry of x, of parameters ``[width]`` and of sums
     over x's last axis; statistics, ``[...]`` or ``[..., 1]``, of such sums. Codes have
     `quantize`'s bits, nearest, along the last axis. How far y can be from XLA's is said
-    in `rows`.
+    in `functions.rows`.
 
     Memory: the kernel writes what it returns. It reads x once if rows fit in shared
     memory, else once more for each sum that waits for another's, and for y.
@@ -84,7 +89,8 @@ def normalize(
     def by_xla(x, *parameters):
         return reference.normalize(f, x, parameters, **fields)
 
-    return _batched(of_parts, by_xla)(x, *parameters)
+    run = batched_in_rows(of_parts, len(parameters), by_xla)
+    return run(x, *parameters)
 
 
 def in_one_pass(
@@ -97,21 +103,6 @@ def in_one_pass(
 ) -> bool:
     """Whether `normalize` would take its kernel, for arrays or what describes them."""
     return _chosen(f, x, parameters, bits, group, None)[1] is not None
-
-
-def _batched(kernel: Callable, by_xla: Callable) -> Callable:
-    """More examples are more rows, if they have the same parameters."""
-    run = jax.custom_batching.custom_vmap(kernel)
-
-    @run.def_vmap
-    def _(size, batched, x, *parameters):
-        if any(batched[1:]):
-            return by_reference(by_xla)(size, batched, x, *parameters)
-        several = jax.vmap(by_xla, (0, *[None] * len(parameters)))
-        out = _batched(kernel, several)(x, *parameters)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return run
 
 
 def _chosen(
@@ -132,22 +123,11 @@ def _chosen(
         broken = f"devices must have whole rows, got {x.shape} as {shape}"
     if not broken:
         try:
-            function = function_of(_traced(f, x, parameters), x.shape)
+            function = function_of(f, [x], parameters)
         except Refused as refusal:
             broken = str(refusal)
         else:
-            # Longer rows, as `dequantize` writes, a product that reads y would copy.
-            for dtype in (function.x.dtype, function.y.dtype):
-                if dtype.itemsize * shape[-1] % 16:
-                    kind = f"{dtype}[{shape[-1]}]"
-                    broken = f"rows must be multiples of 16 bytes, got {kind}"
+            broken = broken_rows(function, shape[-1])
+            if not function.sums:
+                broken = "f must sum over the last axis"
     return function, chosen(broken)
-
-
-def _traced(f: Callable, *arrays: Any) -> Any:
-    def kind(a):
-        sharding = sharding_of(a) if typed(a) else None
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-
-    x, parameters = jax.tree.map(kind, arrays)
-    return jax.make_jaxpr(f)(x, *parameters).jaxpr

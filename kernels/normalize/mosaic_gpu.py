@@ -19,17 +19,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcompact.kernels.normalize.rows import (
-    ENTRIES,
-    ROWS,
-    Form,
-    Function,
-    evaluated,
-)
+from jaxcompact.kernels.functions import blocks as evaluation
+from jaxcompact.kernels.functions.blocks import COLUMNS
+from jaxcompact.kernels.functions.rows import ENTRIES, Function, evaluated
 from jaxcompact.kernels.quantize import mosaic_gpu as block
 from jaxcompact.kernels.quantize.mosaic_gpu import encoded, in_strips, iota, layout
-
-_COLUMNS = 64  # that f is evaluated on at once
 
 
 def normalize(
@@ -57,8 +51,8 @@ def normalize(
     whole = rounds * workers * columns
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]
-    spread = layout(_COLUMNS, max(dtype, of_y, key=lambda kind: kind.itemsize))
-    of_rows = spread.reduce(1)
+    spread = layout(COLUMNS, max(dtype, of_y, key=lambda kind: kind.itemsize))
+    of_rows, over = spread.reduce(1), evaluation.over(spread)
 
     def body(x_hbm, *refs):
         refs = iter(refs)
@@ -106,24 +100,13 @@ def normalize(
             return lax.fori_loop(0, rounds, step, carry)
 
         def values(column: int) -> dict[Any, Any]:
-            found = known | {f.x: block.load(x_smem, column, _COLUMNS, spread)}
-            part = pl.ds(column, _COLUMNS)
+            found = known | {f.xs[0]: block.load(x_smem, column, COLUMNS, spread)}
             for value, smem in zip(f.parameters, parameters_smem, strict=True):
-                of = smem.at[worker, part]
-                found[value] = plgpu.load(of, layout=spread.reduce(0), optimized=False)
+                found[value] = evaluation.along(smem.at[worker], column, spread)
             return found
 
-        def over(a, form: Form, wanted: Form):
-            if wanted == ENTRIES:
-                shape, axes = (block.ROWS, _COLUMNS), [i for i in (0, 1) if form[i]]
-                a = lax.broadcast_in_dim(a, shape, axes)
-                return plgpu.layout_cast(a, spread)
-            size = block.ROWS if wanted == ROWS else _COLUMNS
-            a = jnp.full((size,), a)
-            return plgpu.layout_cast(a, spread.reduce(1 if wanted == ROWS else 0))
-
         def add(terms, j, sums):
-            for column in range(0, columns, _COLUMNS):
+            for column in range(0, columns, COLUMNS):
                 found, parts = values(column), []
                 for term in terms:
                     part = evaluated(term, found, over)
@@ -164,7 +147,7 @@ def normalize(
                 block.store(codes_smem, g * width, codes)
                 for smem, stored in zip(levels_smem, of, strict=True):
                     smem[worker, g] = stored
-            for column in range(0, columns, _COLUMNS):
+            for column in range(0, columns, COLUMNS):
                 block.store(y_smem, column, evaluated(f.y, values(column), over))
             plgpu.commit_smem()
             for target, smem in in_strips(y_hbm.at[row], first(j), y_smem):
@@ -230,8 +213,8 @@ def _shared(
     f: Function, size: int, bits: int, group: int, columns: int, workers: int
 ) -> tuple[int, int]:
     """Groups that a warpgroup has at once, and warpgroups, as shared memory allows."""
-    count, width = pl.cdiv(size, group), f.x.dtype.itemsize
-    width += 0 if f.y.dtype == f.x.dtype else f.y.dtype.itemsize
+    count, width = pl.cdiv(size, group), f.xs[0].dtype.itemsize
+    width += 0 if f.y.dtype == f.xs[0].dtype else f.y.dtype.itemsize
     one = block.ROWS * (group * width + group * bits // 8 + 4)
     one += group * sum(p.dtype.itemsize for p in f.parameters)
     sums = workers * sum(map(len, f.sums)) + len(f.statistics)

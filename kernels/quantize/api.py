@@ -152,17 +152,28 @@ def flat(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], *after)
 
 
-def batched_in_rows(kernel: Callable) -> Callable:
-    """The kernel, of which more examples are more rows."""
+def batched_in_rows(
+    kernel: Callable, shared: int = 0, reference: Callable | None = None
+) -> Callable:
+    """The kernel, of which more examples are more rows.
+
+    ``shared``: how many of its arguments, the last ones, are the same for all rows;
+    ``reference``: what runs where they are not.
+    """
     run = jax.custom_batching.custom_vmap(kernel)
 
     @run.def_vmap
     def _(size, batched, *args):
+        own, several = len(args) - shared, None
+        if any(batched[own:]):
+            return by_reference(reference)(size, batched, *args)
         args = [
-            a if b else jnp.broadcast_to(a, (size, *a.shape))
-            for a, b in zip(args, batched, strict=True)
+            a if b or i >= own else jnp.broadcast_to(a, (size, *a.shape))
+            for i, (a, b) in enumerate(zip(args, batched, strict=True))
         ]
-        out = batched_in_rows(kernel)(*args)
+        if reference is not None:
+            several = jax.vmap(reference, [0] * own + [None] * shared)
+        out = batched_in_rows(kernel, shared, several)(*args)
         return out, jax.tree.map(lambda _: True, out)
 
     return run

@@ -1,9 +1,10 @@
 """A kernel in a program for several devices: each runs it on its own part."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -59,11 +60,14 @@ def division(
 
 
 def _on_parts(kernel: Kernel) -> Kernel:
-    """All axes correspond, those of what is stored too; scalars are everywhere."""
+    """Last axes correspond, those of what is stored too; scalars are everywhere."""
 
     def run(*arrays):
         spec = jax.typeof(arrays[0]).sharding.spec
-        specs = [spec if array.ndim else jax.P() for array in arrays]
+        specs = [
+            jax.P(*(at if size > 1 else None for at, size in _last(spec, array.shape)))
+            for array in arrays
+        ]
 
         def of_parts(*parts):
             return varying_as(parts, kernel(*parts))
@@ -71,6 +75,10 @@ def _on_parts(kernel: Kernel) -> Kernel:
         return on_parts(of_parts, arrays, specs, spec)
 
     return run
+
+
+def _last(spec: jax.P, shape: tuple[int, ...]) -> Iterator[tuple[Any, int]]:
+    return zip(spec[len(spec) - len(shape) :], shape, strict=True)
 
 
 def split_by_xla(x: jax.Array | jax.core.ShapedArray) -> bool:

@@ -8,9 +8,10 @@ import pytest
 import scipy.special
 
 from jaxcompact.kernels import choice
-from jaxcompact.kernels.activate import elementwise, reference
+from jaxcompact.kernels.activate import reference
 from jaxcompact.kernels.activate.api import activate, in_one_pass
-from jaxcompact.kernels.activate.elementwise import TAKEN
+from jaxcompact.kernels.functions import error_function
+from jaxcompact.kernels.functions.operations import TAKEN
 from tests.kernels.machine_code import resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -29,6 +30,14 @@ def narrowed(gate, up):
 
 def exact_gelu(x):
     return jax.nn.gelu(x, approximate=False)
+
+
+def biased(x, bias):
+    return jax.nn.gelu(x + bias.reshape(*[1] * (x.ndim - 1), -1))
+
+
+def biased_swiglu(gate, up, bias, scale):
+    return jax.nn.silu(gate + bias.reshape(1, -1)) * up * scale
 
 
 def clipped(x):
@@ -63,10 +72,22 @@ CASES = {
         "float32",
         (8, 384),
     ),
+    "GELU of a biased x, a group in part": (
+        biased,
+        {"bits": 4, "symmetric": False},
+        "bfloat16",
+        (2, 36, 184),
+    ),
+    "SwiGLU of two parameters": (
+        biased_swiglu,
+        {"bits": 4},
+        "bfloat16",
+        (65, 328),
+    ),
     "clipped, one short row": (clipped, {"bits": 4}, "float16", (1, 72)),
 }
 # On the oldest jax as well.
-OFTEN = "SwiGLU, a group in part", "GELU, asymmetric, a group in part"
+OFTEN = "SwiGLU, a group in part", "GELU of a biased x, a group in part"
 cases = pytest.mark.parametrize(
     "name",
     [
@@ -76,18 +97,21 @@ cases = pytest.mark.parametrize(
 )
 
 
-def case(name: str, rows: int = 0):
-    """f, the fields, and xs with groups of every size, of zeros, of one value."""
+def case(name: str):
+    """f, the fields, parameters, and xs with groups of all sizes, of zeros, of one."""
     f, fields, dtype, shape = CASES[name]
-    xs = []
-    for n in range(2 if f in (swiglu, narrowed) else 1):
+    xs, along = [], {biased: 1, biased_swiglu: 2}.get(f, 0)
+    keys = jax.random.split(jax.random.key(2), 2)[:along]
+    parameters = [jax.random.normal(k, shape[-1:]).astype(dtype) for k in keys]
+    parameters[1:] = [p.reshape(1, -1) for p in parameters[1:]]
+    for n in range(2 if f in (swiglu, narrowed, biased_swiglu) else 1):
         keys = jax.random.split(jax.random.key(n))
         x = jax.random.normal(keys[0], shape)
         x *= jnp.exp(2 * jax.random.normal(keys[1], (*shape[:-1], 1)))
         if shape[-2] > 3:
             x = x.at[..., 1, :64].set(0.0).at[..., 2, :64].set(-3.0)
         xs.append(x.astype(dtype))
-    return f, {"group": 64} | fields, xs
+    return f, {"group": 64} | fields, xs, parameters
 
 
 def same(a, b):
@@ -100,10 +124,10 @@ def same(a, b):
 @cases
 def test_bits_are_the_references(name):
     """Interpreted, with detection of races: exp and tanh are then XLA's as well."""
-    f, fields, xs = case(name)
+    f, fields, *arrays = case(name)
     with plgpu.force_gpu_interpret_mode(INTERPRETED):
-        found = activate(f, xs, **fields, **KERNEL)
-    same(found, jax.jit(lambda xs: reference.activate(f, xs, **fields))(xs))
+        found = activate(f, *arrays, **fields, **KERNEL)
+    same(found, jax.jit(lambda *a: reference.activate(f, *a, **fields))(*arrays))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +138,7 @@ def test_swiglu_is_within_its_five_roundings(dtype, unit):
 
     float32's exp is a few units off; 2^-14 of a unit squared is of second order.
     """
-    f, fields, xs = case("SwiGLU, a group in part")
+    f, fields, xs, _ = case("SwiGLU, a group in part")
     xs = [jnp.clip(x, -8, 8).astype(dtype) for x in xs]
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         y, _ = activate(f, xs, **fields, **KERNEL)
@@ -133,7 +157,10 @@ def test_exact_gelu_is_within_its_four_roundings(dtype, unit):
     fields = {"bits": 4, "group": 64}
     with plgpu.force_gpu_interpret_mode(INTERPRETED):
         y, codes = activate(exact_gelu, [x], **fields, **KERNEL)
-    same(codes, jax.jit(lambda x: reference.activate(exact_gelu, [x], **fields))(x)[1])
+    same(
+        codes,
+        jax.jit(lambda x: reference.activate(exact_gelu, [x], [], **fields))(x)[1],
+    )
     x = np.asarray(x, np.float64)
     of = -x / np.sqrt(2)
     exact = x / 2 * scipy.special.erfc(of)
@@ -149,24 +176,18 @@ def test_exact_gelu_is_within_its_four_roundings(dtype, unit):
 @pytest.mark.parametrize("name", ["erf", "erfc"])
 def test_error_functions(name):
     """Of float32, against float64: erfc to a few units and the rounding of x^2."""
+    f = jax.jit(getattr(error_function, name))
     x = jnp.concatenate([jnp.linspace(-5, 9, 4001), jnp.array([1e-20, 0, 30, -30])])
-    found = np.asarray(applied_by(getattr(jax.lax, name), x), np.float64)
+    found = np.asarray(f(x), np.float64)
     exact = getattr(scipy.special, name)(np.asarray(x, np.float64))
     allowed = (
         16 + 2 * np.square(np.asarray(x, np.float64)) * (name == "erfc")
     ) * 2**-24
     assert np.all(np.abs(found - exact) <= allowed * np.abs(exact) + 2**-126)
-    special = applied_by(
-        getattr(jax.lax, name), jnp.array([jnp.inf, -jnp.inf, jnp.nan])
-    )
+    special = f(jnp.array([jnp.inf, -jnp.inf, jnp.nan]))
     np.testing.assert_array_equal(
         special, [1, -1, np.nan] if name == "erf" else [0, 2, np.nan]
     )
-
-
-def applied_by(f, x):
-    """As a kernel evaluates it."""
-    return jax.jit(lambda x: elementwise.evaluated(jax.make_jaxpr(f)(x).jaxpr, [x]))(x)
 
 
 def test_infinities_stay_in_their_group():
@@ -179,14 +200,23 @@ def test_infinities_stay_in_their_group():
     np.testing.assert_array_equal(np.isnan(np.asarray(scales, np.float32)), bad)
 
 
-def test_vmap():
+@pytest.mark.parametrize("mapped", ["gate", "gate and bias"])
+def test_vmap(mapped):
     """Also where one of the arrays is the same for all examples."""
-    f, fields, [gate, up] = case("SwiGLU, a group in part")
-    gate, up = gate.reshape(3, 24, -1), up[:24]
-    expected = jax.vmap(lambda x: reference.activate(f, [x, up], **fields))(gate)
+    f, fields, [gate, up], [bias, scale] = case("SwiGLU of two parameters")
+    gate, up = gate[:63].reshape(3, 21, -1), up[:21]
+    biases = jnp.stack([bias, -bias, 2 * bias]) if "bias" in mapped else bias
+    axes = (0, 0 if "bias" in mapped else None)
+
+    def run(activate, **which):
+        def one(gate, bias):
+            return activate(f, [gate, up], [bias, scale], **fields, **which)
+
+        return jax.vmap(one, axes)(gate, biases)
+
+    expected = run(reference.activate)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        found = jax.vmap(lambda x: activate(f, [x, up], **fields, **KERNEL))(gate)
-    same(found, expected)
+        same(run(activate, **KERNEL), expected)
 
 
 # Of 65536: 5 blocks of 128 threads with 96.
@@ -196,11 +226,16 @@ MOST_REGISTERS = {"relu, groups of 128": 128}
 @cases
 def test_compiled_for_hopper(name):
     pytest.importorskip("jax_plugins.xla_cuda13")
-    f, fields, xs = case(name)
+    f, fields, *arrays = case(name)
     # A kernel that this process has compiled before would not be compiled again.
     rows = 4096 * (1 + list(CASES).index(name))
-    args = [jax.ShapeDtypeStruct((rows, 1024 + x.shape[-1]), x.dtype) for x in xs]
-    found = resources(lambda *xs: activate(f, xs, **fields, **KERNEL), *args)
+
+    def longer(a):
+        leading = [1 if size == 1 else rows for size in a.shape[-2:-1]]
+        return jax.ShapeDtypeStruct((*leading, 1024 + a.shape[-1]), a.dtype)
+
+    args = jax.tree.map(longer, arrays)
+    found = resources(lambda *a: activate(f, *a, **fields, **KERNEL), *args)
     [(registers, spilled)] = found
     assert registers <= MOST_REGISTERS.get(name, 96) and not spilled, found
 
@@ -240,13 +275,14 @@ X = jnp.ones((8, 128), jnp.bfloat16)
         (lambda x: x[:4], {}, "got slice"),
         (lambda x: x**5, {}, "integer_pow must be of 2 or 3, got 5"),
         (lambda x: jax.lax.broadcasted_iota(x.dtype, x.shape, 1), {}, "got iota"),
-        (lambda x: x > 0, {}, "f must make one array of floats"),
+        (lambda x: x > 0, {}, r"f must make floats of \(8, 128\) first, got bool"),
+        (lambda x: x - x.sum(-1, keepdims=True), {}, "got reduce_sum|elementwise"),
         (jnp.tanh, {"bits": 3}, "bits must be 2, 4 or 8, got 3"),
         (jnp.tanh, {"group": 32}, "group must be 64, 128 or 256, got 32"),
         (
             jnp.tanh,
             {"shape": (8, 133)},
-            r"multiples of 16 bytes, got bfloat16\[8,133\]",
+            r"multiples of 16 bytes, got bfloat16\[133\]",
         ),
         (
             jnp.add,

@@ -5,6 +5,7 @@ kernels' place, for cards they are compiled.
 """
 
 import contextlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,14 @@ import jaxcompact as jc
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate import mosaic_gpu as activating
 from jaxcompact.kernels.activate.api import activate, in_one_pass
-from jaxcompact.kernels.activate.elementwise import evaluated
+from jaxcompact.kernels.functions.rows import evaluated
 from jaxcompact.kernels.normalize import mosaic_gpu as normalizing
 from jaxcompact.kernels.normalize.api import normalize
 from jaxcompact.kernels.project import mosaic_gpu as projecting
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.quantize import channels, reference
 from jaxcompact.kernels.quantize.api import dequantize, quantize
+from jaxcompact.kernels.varying import varying_as
 from jaxcompact.kernels.weight_gradient import mosaic_gpu as weighing
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 from tests.kernels.machine_code import compiled, kernels_in
@@ -46,6 +48,10 @@ def swiglu(gate, up):
     return jax.nn.silu(gate) * up
 
 
+def biased(gate, up, bias):
+    return swiglu(gate + bias.reshape(1, 1, -1), up)
+
+
 def pair(*shape):
     keys = jax.random.split(jax.random.key(0))
     return [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
@@ -66,9 +72,12 @@ def parts(monkeypatch):
         found["dequantize"] = x.shape
         return x
 
-    def activated(jaxpr, xs, *, columns, **fields):
-        found["activate"] = xs[0].shape
-        return evaluated(jaxpr, xs), [reference.quantize(x, **fields) for x in xs]
+    def activated(f, xs, parameters, *, columns, **fields):
+        found["activate"] = xs[0].shape, *(p.shape for p in parameters)
+        along = varying_as(xs, parameters)
+        known = dict(zip((*f.xs, *f.parameters), (*xs, *along), strict=True))
+        y = evaluated(f.y, known, lambda a, *forms: jnp.broadcast_to(a, xs[0].shape))
+        return y, [reference.quantize(x, **fields) for x in xs]
 
     def weighed(codes, stored_t, dy, *, bits, size, columns, splits, steps):
         found["weigh"] = size, dy.shape
@@ -143,18 +152,27 @@ def test_within_a_shard_map_over_another_axis(parts):
 
 @pytest.mark.parametrize("set_mesh", MESH.values(), ids=MESH)
 @pytest.mark.parametrize(
-    ("spec", "part"), [(P("a", "b"), (24, 256)), (P("b", None, "a"), (48, 128))]
+    ("spec", "part", "along"),
+    [
+        (P("a", "b"), (24, 256), P()),
+        (P("b", None, "a"), (48, 128), P("a")),
+        (P("b", None, "a"), (48, 128), P()),
+    ],
 )
-def test_activations(spec, part, set_mesh, parts):
-    xs = pair(4, 24, 256)
-    expected = jax.jit(lambda *xs: activate(swiglu, xs, bits=4, group=64))(*xs)
-    here = [on_mesh(x, spec, EXPLICIT) for x in xs]
+def test_activations(spec, part, along, set_mesh, parts):
+    xs, (bias, _) = pair(4, 24, 256), pair(256)
+
+    def run(*arrays, **which):
+        *xs, bias = arrays
+        return activate(biased, xs, [bias], bits=4, group=64, **which)
+
+    expected = jax.jit(run)(*xs, bias)
+    here = [on_mesh(x, spec, EXPLICIT) for x in xs] + [on_mesh(bias, along, EXPLICIT)]
     mesh = jax.set_mesh(here[0].sharding.mesh) if set_mesh else contextlib.nullcontext()
     with mesh:
-        run = jax.jit(lambda *xs: activate(swiglu, xs, bits=4, group=64, **KERNEL))
-        found = run(*here)
+        found = jax.jit(partial(run, **KERNEL))(*here)
     same(found, expected)
-    assert parts == {"activate": part}
+    assert parts == {"activate": (part, part[-1:])}
 
 
 def test_activations_that_lie_otherwise_are_not_taken():

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxcompact.kernels import choice
+from jaxcompact.kernels.functions.rows import function_of
 from jaxcompact.kernels.normalize import reference
 from jaxcompact.kernels.normalize.api import in_one_pass, normalize
-from jaxcompact.kernels.normalize.rows import function_of
 from jaxcompact.kernels.quantize.reference import quantize
 from tests.kernels.machine_code import compiled, kernels_in, resources
 from tests.kernels.test_activate import everything, same
@@ -191,7 +191,7 @@ def test_passes_over_x():
     x, w = jnp.ones((8, 128)), jnp.ones(128)
 
     def sums(f, *parameters):
-        found = function_of(jax.make_jaxpr(f)(x, *parameters).jaxpr, x.shape)
+        found = function_of(f, [x], parameters)
         return [len(of_pass) for of_pass in found.sums]
 
     assert sums(rms_norm, w) == [1]

@@ -1,15 +1,15 @@
-"""Functions of an array, of sums over its last axis, and of parameters along that.
+"""Functions of arrays, of sums over their last axis, and of parameters along that.
 
 A kernel has blocks of some rows and columns. So a value of the function is told from
 others by what it varies over: an entry by both; a sum, and what is made of sums, by
 rows alone; a parameter by columns. It is evaluated in that form and broadcast where it
-meets another. A sum is known after a pass over x, or after several if its terms are
-made of others' sums, as a variance's of a mean. Numbers that vary over nothing are
-evaluated beforehand.
+meets another. A sum is known after a pass over the arrays, or after several if its
+terms are made of others' sums, as a variance's of a mean. Numbers that vary over
+nothing are evaluated beforehand.
 
 Sums are made in another order than XLA's. To first order, with u = 2^-24 of float32 and
 n terms t, each rounded, a sum in any order is within ``n u sum|t|`` of the exact one.
-Else operations are rounded one by one, as in `elementwise`. So, of the exact values,
+Else operations are rounded one by one, as in `operations`. So, of the exact values,
 
     RMSNorm    y = x r w, r = 1 / sqrt(mean(x^2) + e): the terms are not negative, so
                the mean is within (n + 2) u of itself, and r, which takes half of that
@@ -32,9 +32,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxcompact.kernels.activate import elementwise
-from jaxcompact.kernels.activate.elementwise import (
+from jaxcompact.kernels.explicit import sharding_of, typed
+from jaxcompact.kernels.functions import operations
+from jaxcompact.kernels.functions.operations import (
     CALLS,
+    applied,
     closes_over_arrays,
     inside,
     narrow,
@@ -43,7 +45,7 @@ from jaxcompact.kernels.activate.elementwise import (
 )
 
 _MOVES = frozenset("broadcast_in_dim reshape squeeze".split())
-TAKEN = elementwise.TAKEN | _MOVES | {"reduce_sum"}
+TAKEN = operations.TAKEN | _MOVES | {"reduce_sum"}
 
 Form = tuple[bool, bool]  # whether a value varies over rows, and over columns
 ENTRIES, ROWS, COLUMNS, NUMBER = (
@@ -68,7 +70,7 @@ class Value:
         eqn: the operation that makes it; None of inputs and numbers.
         ins: what that reads.
         number: what it is, if it varies over nothing.
-        passes: over x, after which it can be evaluated.
+        passes: over xs, after which it can be evaluated.
     """
 
     form: Form
@@ -86,14 +88,14 @@ class Value:
 @dataclass(frozen=True)
 class Function:
     """Attributes:
-    x, parameters: the inputs.
+    xs, parameters: the inputs.
     y, statistics: the outputs, entries and values of rows.
     kept: of each statistic, whether it has the last axis, of one.
-    sums: of each pass over x those that it makes.
+    sums: of each pass over xs those that it makes.
     of_rows: values of rows, no sums, in an order in which they can be evaluated.
     """
 
-    x: Value
+    xs: tuple[Value, ...]
     parameters: tuple[Value, ...]
     y: Value
     statistics: tuple[Value, ...]
@@ -137,24 +139,33 @@ def evaluated(
         if source.form != value.form and (source.form != NUMBER or kind == "select_n"):
             found = over(found, source.form, value.form)
         ins.append(found)
-    known[value] = elementwise.applied(value.eqn, ins)
+    known[value] = applied(value.eqn, ins)
     return known[value]
 
 
-def function_of(jaxpr: Any, shape: tuple[int, ...]) -> Function:
-    """The function of x of this shape and of parameters ``[width]``, or ``[1, width]``.
+def function_of(
+    f: Callable[..., Any], xs: Sequence[Any], parameters: Sequence[Any] = ()
+) -> Function:
+    """``f(*xs, *parameters)``, of arrays or what describes them.
 
-    Raises `Refused` for one that a kernel can't evaluate.
+    xs are of one kind, parameters ``[width]`` along its last axis, or ``[1, width]``.
+    Raises `Refused` for a function that a kernel can't evaluate.
     """
+    jaxpr, shape, own = (
+        _traced(f, *[xs[0]] * len(xs), *parameters),
+        xs[0].shape,
+        len(xs),
+    )
     if closes_over_arrays(jaxpr):
         raise Refused("f must close over no arrays")
     every, env, inputs = tuple(range(len(shape))), {}, []
     for n, v in enumerate(jaxpr.invars):
         alone = [1] * (v.aval.ndim - 1)
-        if n and (len(alone) >= len(shape) or v.aval.shape != (*alone, shape[-1])):
+        along = len(alone) < len(shape) and v.aval.shape == (*alone, shape[-1])
+        if n >= own and not along:
             raise Refused(f"parameters must be ({shape[-1]},), got {v.aval.shape}")
         _require_narrow(v.aval)
-        inputs.append(Value(COLUMNS if n else ENTRIES, v.aval.dtype))
+        inputs.append(Value(ENTRIES if n < own else COLUMNS, v.aval.dtype))
         env[v] = inputs[n], every[-v.aval.ndim :]
     reader = _Reader(shape)
     reader.enter(jaxpr, env)
@@ -168,12 +179,27 @@ def function_of(jaxpr: Any, shape: tuple[int, ...]) -> Function:
             raise Refused(f"f must make statistics of rows after y, got {kind}")
         _require_narrow(aval)
     kept = tuple(aval.ndim == len(shape) for aval in avals)
-    x, *parameters = inputs
     statistics = tuple(value for value, _ in statistics)
-    found = Function(x, tuple(parameters), y, statistics, kept)
-    if not found.sums:
-        raise Refused("f must sum over the last axis")
-    return found
+    return Function(tuple(inputs[:own]), tuple(inputs[own:]), y, statistics, kept)
+
+
+def _traced(f: Callable[..., Any], *arrays: Any) -> Any:
+    def kind(a: Any) -> jax.ShapeDtypeStruct:
+        sharding = sharding_of(a) if typed(a) else None
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.make_jaxpr(f)(*map(kind, arrays)).jaxpr
+
+
+def broken_rows(f: Function, width: int) -> str | None:
+    """Why the copy engine can't write y, or read the arrays; None if it can.
+
+    Longer rows, as `dequantize` writes, a product that reads y would copy.
+    """
+    for dtype in (*(x.dtype for x in f.xs), f.y.dtype):
+        if dtype.itemsize * width % 16:
+            return f"rows must be multiples of 16 bytes, got {dtype}[{width}]"
+    return None
 
 
 class _Reader:
@@ -247,7 +273,7 @@ class _Reader:
             raise Refused(f"f must sum over the last axis of {self.shape} alone")
         with jax.ensure_compile_time_eval():
             numbers = [jnp.asarray(v.number, v.dtype) for v in values]
-            found = elementwise.applied(eqn, numbers)
+            found = applied(eqn, numbers)
         return self.number(found, eqn.outvars[0].aval.dtype)
 
     def moved(self, eqn: Any, value: Value, axes: tuple[int, ...]) -> tuple[int, ...]:
