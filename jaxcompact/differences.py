@@ -1,13 +1,14 @@
-"""Differences of two tensors that may be near each other: a prediction, its target.
+"""Two tensors that may be near each other: a prediction and its target.
 
 What is left when two rounded tensors are subtracted may be no more than their rounding.
-The difference itself is rounded beside what it is.
+The difference itself is rounded beside what it is. A cosine's gradient is such a
+difference too, of directions, but there is none to be stored.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, renames
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, expensive, renames
 
 # Zero where what they read is.
 _MULTIPLES = frozenset(
@@ -15,21 +16,24 @@ _MULTIPLES = frozenset(
 )
 # Of others a difference may be infinite: exponentials of what is less a maximum.
 _EVEN = frozenset("cos cosh square".split())
+_TERMS = frozenset("add convert_element_type div mul neg reduce_sum sub".split())
 _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -x)
 _THROUGH = ELEMENTWISE | {"custom_jvp_call"}
 
 
-def find_differences(graph: Graph, data: Collection[int]) -> set[int]:
+def find_differences(graph: Graph, data: Collection[int]) -> tuple[set[int], set[int]]:
     """Those, made of ``data``, whose squares the graph gives, or the like: losses.
 
-    Not norms, which others are divided by.
+    Not norms, which others are divided by. And those whose squares an exponential is
+    taken of, as of a mixture's densities: its large ones say nothing of the small.
     """
-    if all(op.kind != "sub" for op in graph.ops):
-        return set()
-    made_by = {value: op for op in graph.ops for value in op.outs}
-    given = _given(graph)
-    multiples: dict[int, set[int]] = {}  # value -> differences that it is a multiple of
     found: set[int] = set()
+    bells: set[int] = set()
+    if all(op.kind != "sub" for op in graph.ops):
+        return found, bells
+    made_by = {value: op for op in graph.ops for value in op.outs}
+    given, exponents = _given(graph), _exponents(graph)
+    multiples: dict[int, set[int]] = {}  # value -> differences that it is a multiple of
     for op in graph.ops:
         if op.kind == "sub" and op.outs[0] in data and pair(op, graph, made_by):
             multiples[op.outs[0]] = {*op.outs}
@@ -38,12 +42,24 @@ def find_differences(graph: Graph, data: Collection[int]) -> set[int]:
         if not of_each:
             continue
         if not given.isdisjoint(op.outs):
-            if is_square(op) or op.kind in _EVEN:
+            if is_square(op) and not exponents.isdisjoint(op.outs):
+                bells.update(*of_each)
+            elif is_square(op) or op.kind in _EVEN:
                 found.update(*of_each)
             elif op.kind in _OF_TWO and len(of_each) == 2:
                 found |= of_each[0] & of_each[1]
         if op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op):
             multiples |= dict.fromkeys(op.outs, set().union(*of_each))
+    return found - bells, bells
+
+
+def _exponents(graph: Graph) -> set[int]:
+    """What an exponential is taken of, and the terms of it."""
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        terms = op.kind in _TERMS or op.kind in LAYOUT or renames(op)
+        if op.kind in ("exp", "exp2") or (terms and not found.isdisjoint(op.outs)):
+            found.update(op.reads)
     return found
 
 
@@ -61,10 +77,93 @@ def _given(graph: Graph) -> set[int]:
 
 
 def pair(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> list[int]:
-    """The terms of a difference, unless one has fewer entries, as a mean has."""
+    """The terms of a difference, of which one is as large and not the other's mean."""
     size = graph.avals[op.outs[0]].size
-    sizes = [graph.avals[narrow(v, made_by)].size for v in op.reads]
-    return op.reads if len(sizes) == 2 and min(sizes) >= size else []
+    sizes = {v: graph.avals[narrow(v, made_by)].size for v in op.reads}
+    large = [v for v, n in sizes.items() if n >= size]
+    small = [v for v in op.reads if v not in large]
+    if len(sizes) < 2 or not large or (small and _is_made_of(*small, *large, made_by)):
+        return []
+    return op.reads
+
+
+def _is_made_of(value: int, other: int, made_by: Mapping[int, Op]) -> bool:
+    """Whether it is, cheaply, as a mean or a maximum is."""
+    other, todo, seen = _root(other, made_by), [value], set()
+    while todo:
+        value = todo.pop()
+        if _root(value, made_by) == other:
+            return True
+        op = made_by.get(value)
+        if op and value not in seen and not expensive(op):
+            seen.add(value)
+            todo += op.reads
+    return False
+
+
+def _root(value: int, made_by: Mapping[int, Op]) -> int:
+    """In front of what changes its dtype or shape alone."""
+    op = made_by.get(value)
+    while op and (op.kind == "convert_element_type" or renames(op)) and op.reads:
+        value = op.reads[0]
+        op = made_by.get(value)
+    return value
+
+
+def find_angles(graph: Graph, data: Set[int]) -> set[int]:
+    """Tensors, made of ``data``, whose cosines with others the graph gives.
+
+    With these, and what a product has made of the two. One of the two is divided by its
+    norm, before they are multiplied and summed up or after it.
+    """
+    summed: set[int] = set()
+    for op in reversed(graph.ops):
+        through = op.kind == "convert_element_type" or renames(op)
+        if op.kind == "reduce_sum" or (through and not summed.isdisjoint(op.outs)):
+            summed.update(op.reads)
+    made_by = {value: op for op in graph.ops for value in op.outs}
+    size = {v: graph.avals[narrow(v, made_by)].size for v in range(len(graph.avals))}
+    whole: dict[int, int] = {}  # value -> what it is a multiple of, row by row
+    normed: set[int] = set()
+    products: list[tuple[int, ...]] = []
+    given = _given(graph)
+    for op in graph.ops:
+        of = [whole.get(v, v) for v in op.reads]
+        if is_square(op) and not summed.isdisjoint(op.outs):
+            normed.update(of)
+        elif op.kind in ("mul", "div") and len(of) == 2:
+            (a, b), (first, second) = of, op.reads
+            if size[second] < size[first]:
+                whole[op.outs[0]] = a
+            elif size[first] < size[second] and op.kind == "mul":
+                whole[op.outs[0]] = b
+            elif op.outs[0] in summed & given and a != b:
+                products.append((a, b))
+        elif (
+            len(of) == 2 and _is_of_rows(op) and op.outs[0] in given and of[0] != of[1]
+        ):
+            products.append((of[0], of[1], op.outs[0]))
+        elif len(of) == 1 and (renames(op) or _is_scaled(op)):
+            whole[op.outs[0]] = of[0]
+    near = [p for p in products if not (normed.isdisjoint(p) or data.isdisjoint(p))]
+    return {v for p in near for v in p}
+
+
+def _is_scaled(op: Op) -> bool:
+    """Whether it is its only operand, times a constant."""
+    kinds = ("convert_element_type", "mul", "neg", "stop_gradient")
+    return op.kind in kinds or (op.kind == "div" and op.ins[0] == op.reads[0])
+
+
+def _is_of_rows(op: Op) -> bool:
+    """Whether it multiplies two tensors row by row and sums up."""
+    if op.kind != "dot_general":
+        return False
+    contracting, batch = op.eqn.params["dimension_numbers"]
+    return all(
+        len(gone) + len(shared) == v.aval.ndim
+        for v, gone, shared in zip(op.eqn.invars, contracting, batch, strict=True)
+    )
 
 
 def narrow(value: int, made_by: Mapping[int, Op]) -> int:

@@ -7,7 +7,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.differences import is_square, narrow, pair
 from jaxcompact.graph import Graph, Op, bodies, state_of
-from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, renames
+from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
 
 # A small absolute error in what these read is a large one in what they make: at zero,
 # at one, at infinity.
@@ -19,7 +19,7 @@ _STEEP = _STEEP_AT_ONE | frozenset(
 _THROUGH = frozenset(
     """abs add asin asinh atan clamp complex convert_element_type div erf expm1 imag
     integer_pow log1p max min mul neg real reduce_prod select_n sin sinh sort square
-    sub tan tanh top_k""".split()
+    stop_gradient sub tan tanh top_k""".split()
 )
 _ONE_AT_ZERO = frozenset("cos cosh exp exp2 logistic".split())  # or another constant
 _POSITIVE = frozenset("abs cosh erfc exp exp2 logistic sqrt square".split())
@@ -104,26 +104,34 @@ def find_divisors(
 
     Followed back through layout, sums, powers, loops and branches, not through longer
     sums of squares, nor in squares through longer sums: a norm or a variance says
-    nothing of the tensor that is normalized. ``steep``: values that are read so outside
-    of the graph.
+    nothing of the tensor that is normalized. What makes the terms of a sum that may
+    cancel is followed whatever it is, exponentials too. ``steep``: values that are read
+    so outside of the graph.
     """
     facts = _Facts(graph)
-    found: set[tuple[int, bool]] = set()
-    todo = [(v, False) for v in steep]
+    found: set[tuple[int, bool, bool]] = set()
+    todo = [(v, False, False) for v in steep]
     for op in graph.ops:
         for value in steeply_read(op):
-            todo += [(v, False) for v in (value, *_beside_one(op, value, facts))]
+            near = value, *_beside_one(op, value, facts)
+            todo += [(v, False, False) for v in near]
     while todo:
-        value, squared = todo.pop()
+        value, squared, cancels = item = todo.pop()
         floating = jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
-        if (value, squared) in found or value in fixed or not floating:
+        if item in found or value in fixed or not floating:
             continue
-        found.add((value, squared))
+        found.add(item)
         op = facts.made_by.get(value)
-        if op is not None:
-            squared |= is_square(op)
-            todo += [(v, squared) for v in _sources(op, value, squared, facts)]
-    return {value for value, _ in found}
+        if op is None:
+            continue
+        squared |= is_square(op)
+        if cancels and not expensive(op):
+            todo += [(v, squared, True) for v in op.reads]
+            continue
+        sources = _sources(op, value, squared, facts)
+        cancels = op.kind == "reduce_sum" and not all(map(facts.is_positive, op.reads))
+        todo += [(v, squared, cancels and not squared) for v in sources]
+    return {value for value, *_ in found}
 
 
 def find_norms(graph: Graph, fixed: Collection[int]) -> set[int]:

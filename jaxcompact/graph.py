@@ -180,8 +180,21 @@ def state_of(op: Op) -> dict[int, int]:
     """Which inputs of a loop's body are outputs of the step before."""
     if op.kind != "scan":
         return {}
-    first, count, _ = (len(t.vals) for t in op.eqn.params["ft_in"].unpack())
+    first, count, _ = _parts_of_scan(op)
     return {first + i: i for i in range(count)}
+
+
+def scanned_inputs(op: Op) -> range:
+    """Which inputs of a loop's body are given slice by slice."""
+    if op.kind != "scan":
+        return range(0)
+    *before, count = _parts_of_scan(op)
+    return range(sum(before), sum(before) + count)
+
+
+def _parts_of_scan(op: Op) -> list[int]:
+    """How many of its inputs are constants, state and slices."""
+    return [len(t.vals) for t in op.eqn.params["ft_in"].unpack()]
 
 
 def tie[T](tree: T) -> T:

@@ -230,7 +230,7 @@ class Compress:
         if tensor.statistic:
             return Save(), "small beside what it is made of"
         if tensor.divisor:
-            return Save(), "a divisor, logarithm or infinity: its errors would grow"
+            return Save(), "a divisor, logarithm or the like: its errors would grow"
         if tensor.terms is not None and tensor.terms <= self.terms:
             return Recompute(), f"a product over {tensor.terms} terms"
         if tensor.scores is not None and self.scores is not None:

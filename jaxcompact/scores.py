@@ -1,10 +1,23 @@
 """Which tensors attention reads: its errors are not those of other operations."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs
+from jax.extend.core import Literal
+
+from jaxcompact.graph import (
+    Graph,
+    Op,
+    bodies,
+    graph_of,
+    inner_jaxprs,
+    scanned_inputs,
+    state_of,
+)
 from jaxcompact.kinds import CHEAP, is_any
+
+_RULES = frozenset("custom_vjp_call shard_map remat2 checkpoint".split())
 
 
 @dataclass
@@ -82,23 +95,46 @@ def find_attention(
         if op.kind in ("exp", "custom_jvp_call") and is_any(op, ("exp",)):
             for source in sources(op):
                 add_products(source)
-        elif op.kind in ("custom_vjp_call", "shard_map", "remat2", "checkpoint"):
-            (body, *_) = inner_jaxprs(op)
-            body = graph_of(body)
-            outer = dict(zip(body.inputs, op.ins, strict=True))
-            moving = {v: o for v, o in outer.items() if o in sources(op)}
-            inside = find_attention(body, {*outer} - {*moving}, set(), known).scores
-            inner = {moving[v]: axis for v, axis in inside.items() if v in moving}
+        elif op.kind in _RULES or op.kind in ("scan", "cond"):
+            inner = _scores_inside(op, fixed, known)
         elif "attention" in op.kind.lower():
             inner = {v: 1 if graph.avals[v].ndim == 4 else None for v in op.reads[:2]}
         for value, axis in (inner or {}).items():
             add_scores(value, axis)
-        if inner and op.kind not in ("remat2", "checkpoint"):
+        if inner and (op.kind in _RULES or "attention" in op.kind.lower()):
+            if op.kind in ("remat2", "checkpoint"):
+                continue
             for source in sources(op):
                 for origin in origins(source, None):
                     found.fused.setdefault(origin, "operand")
             found.fused.update(dict.fromkeys(op.outs, "result"))
     return found
+
+
+def _scores_inside(op: Op, fixed: set[int], known: bool) -> dict[int, int | None]:
+    """Operands of scores among what an operation with a body reads, and their axes."""
+    found: dict[int, int | None] = {}
+    scanned, state = scanned_inputs(op), state_of(op)
+    for body, first in _bodies(op):
+        outer = dict(zip(body.inputs, op.ins[first:], strict=True))
+        # A loop's state is new each time, whatever it begins as.
+        same = {
+            v
+            for i, (v, o) in enumerate(outer.items())
+            if i not in state and (isinstance(o, Literal) or o in fixed)
+        }
+        inside = find_attention(body, same | {*body.constants}, set(), known).scores
+        for i, (v, o) in enumerate(outer.items()):
+            if v in inside and v not in same and not isinstance(o, Literal):
+                found.setdefault(o, inside[v] + (i in scanned))
+    return found
+
+
+def _bodies(op: Op) -> Iterable[tuple[Graph, int]]:
+    """Each body's graph, and the first of the operation's inputs that it reads."""
+    if op.kind in _RULES:
+        return [(graph_of(next(inner_jaxprs(op))), 0)]
+    return bodies(op)
 
 
 def is_product(op: Op, fixed: set[int], known: bool) -> bool:

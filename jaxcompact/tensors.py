@@ -8,14 +8,14 @@ costs no memory traffic that is not there anyway, and is exact.
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
-from jaxcompact.differences import find_differences
+from jaxcompact.differences import find_angles, find_differences
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.functions import Function, find_functions, function_name
 from jaxcompact.graph import Graph, Op, is_float
@@ -61,7 +61,8 @@ class Tensor:
             normalization for its backward pass; None for all others.
         divisor: others are divided by it, a logarithm or root is taken of it, it
             belongs to a matrix factorization or solve, or holds infinities or
-            logarithms that a loop has added up: small errors of it may be large ones.
+            logarithms that a loop has added up, or its cosine with another is given:
+            small errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute.
         terms: for the product of two activations, the number of terms summed up.
@@ -151,7 +152,8 @@ class Tensors:
         self._move_to_sums()
         self._move_to_parts()
         self._add_norms()
-        self._add_differences()
+        near, bells = find_differences(graph, self.data)
+        self._add_differences(near)
         self._add_functions()
         stored = {
             value
@@ -159,7 +161,8 @@ class Tensors:
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
         attention = find_attention(graph, self.fixed, stored, known)
-        divisors = find_divisors(graph, self.fixed) | exact_outputs(graph)
+        steep = bells | find_angles(graph, self.data)
+        divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:
             tensor, op = self.found[value], made_by.get(value)
@@ -294,9 +297,8 @@ class Tensors:
                 tensor = self.found[value]
                 self.found[value] = replace(tensor, cheap=False, statistic=False)
 
-    def _add_differences(self) -> None:
+    def _add_differences(self, near: Collection[int]) -> None:
         """Of what is near, as a prediction is to its target."""
-        near = find_differences(self.graph, self.data)
         for op in self.graph.ops:
             for value in near.intersection(op.outs):
                 if value not in self.found:

@@ -2,7 +2,7 @@
 
 Rounded by themselves, to within 0.5 % of the largest of a group with 8 bits and 7 %
 with 4, they would leave nothing of the differences, to which gradients are
-proportional: 130 % off, and 2,000 %.
+proportional: 130 % off, and 2,000 %. Nor of what two directions differ by.
 """
 
 from dataclasses import replace
@@ -50,7 +50,38 @@ def in_time(p, x):
     return jax.lax.scan(step, jnp.zeros(()), rows)[0]
 
 
+def unit(x):
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def quotient(p, x):
+    """A cosine, as vectors' products by their lengths."""
+    h = predicted(p, x)
+    lengths = jnp.linalg.norm(h, axis=-1) * jnp.linalg.norm(Y, axis=-1)
+    return -jnp.mean(jax.vmap(jnp.dot)(h, Y) / lengths)
+
+
+def of_a_target_network(p, x):
+    """BYOL's, SimSiam's: nothing flows into the other one."""
+    slow = jax.tree.map(lambda a: 1.003 * a + 0.0003 * jnp.cos(1e4 * a), p)
+    target = jax.lax.stop_gradient(unit(predicted(slow, x)))
+    return -jnp.mean(jnp.sum(unit(predicted(p, x)) * target, -1))
+
+
+def of_a_mixture(p, x):
+    """Eight densities, of which one is at the target."""
+    weights, means, sizes = jnp.split(predicted(p, x)[:, :24], 3, -1)
+    sizes = jnp.exp(sizes / 4 - 4)
+    terms = jax.nn.log_softmax(weights) - jnp.log(sizes)
+    terms -= ((Y[:, 8:9] - means) / sizes) ** 2 / 2
+    return -jnp.mean(jax.nn.logsumexp(terms, -1))
+
+
 LOSSES = {
+    "a cosine": lambda p, x: optax.cosine_distance(predicted(p, x), Y).mean(),
+    "a cosine's quotient": quotient,
+    "of a target network": of_a_target_network,
+    "of a mixture": of_a_mixture,
     "squared": lambda p, x: jnp.mean((predicted(p, x) - Y) ** 2),
     "optax's squared": lambda p, x: optax.l2_loss(predicted(p, x), Y).mean(),
     "of one column": lambda p, x: jnp.sum(

@@ -223,6 +223,39 @@ def retention(p, x):
     return s / jnp.maximum(jnp.abs(s.sum(-1, keepdims=True)), 1.0) @ x
 
 
+def exponential_gates(p, x):
+    """xLSTM's matrix memory: the sums that cancel are of exponentials, up to e^20."""
+    q, k = x @ p["q"], x @ p["k"]
+    forget = jnp.cumsum(jax.nn.log_sigmoid((x @ p["f"])[:, 0] + 3))
+    d = jnp.where(CAUSAL, forget[:, None] - forget + (x @ p["i"])[:, 0], -jnp.inf)
+    m = d.max(-1, keepdims=True)
+    s = (q @ k.T / 6) * jnp.exp(d - m)
+    return s / (jnp.maximum(jnp.abs(s.sum(-1, keepdims=True)), jnp.exp(-m)) + 1e-6) @ x
+
+
+def block_by_block(p, x):
+    """Attention to some keys after others."""
+    q, k = 3 * (x @ p["q"]), x @ p["k"]
+
+    def step(state, kv):
+        m, total, o = state
+        s = q @ kv[0].T / 6
+        new = jnp.maximum(m, s.max(-1))
+        e, shrunk = jnp.exp(s - new[:, None]), jnp.exp(m - new)
+        return (new, total * shrunk + e.sum(-1), o * shrunk[:, None] + e @ kv[1]), None
+
+    begin = jnp.full(64, -jnp.inf), jnp.zeros(64), jnp.zeros((64, 32))
+    blocks = k.reshape(4, 16, 32), x.reshape(4, 16, 32)
+    (_, total, o), _ = jax.lax.scan(step, begin, blocks)
+    return o / total[:, None]
+
+
+def queries_in_turn(p, x):
+    q, k = 3 * (x @ p["q"]), x @ p["k"]
+    rows = q.reshape(4, 16, 32)
+    return jax.lax.map(lambda q: jax.nn.softmax(q @ k.T / 6) @ x, rows)
+
+
 def padded(fill):
     """Logits of a head with an adapter; the last are no words."""
     mask = jnp.where(jnp.arange(32) < 28, 0, fill)
@@ -271,6 +304,7 @@ def _(primals, tangents):
 
 
 QK = {"q": W, "k": normal(2, 32, 32) / 6}
+GATED = QK | {"i": normal(4, 32, 1), "f": normal(5, 32, 1) / 6}
 EXPERTS = {"e": normal(0, 50, 32), "w": W, "g": normal(2, 32, 4) / 6}
 EXPERTS["x"] = normal(3, 4, 32, 32) / 6
 STATES = {
@@ -340,6 +374,16 @@ CASES = {
     ),
     "running maxima": (running_maxima, ONE, X),
     "retention": (retention, QK, X),
+    "exponential gates": (exponential_gates, GATED, X),
+    "attention block by block": (block_by_block, QK, X),
+    "attention of queries in turn": (queries_in_turn, QK, X),
+    "turned by an angle": (
+        lambda p, x: jnp.abs(
+            jnp.fft.fft(x @ p["w"]) * jnp.exp(-2j * jnp.pi * jnp.arange(32) / 32) + 1
+        ),
+        ONE,
+        X,
+    ),
     "padded words": (padded(-jnp.inf), TWO, X),
     "words padded by a large number": (padded(-1e30), TWO, X),
     "scores that a rule keeps": (

@@ -194,7 +194,7 @@ def norm_is_xlas(x):
     (found, encoded), (expected, codes) = both_ways(run, x, x[0, 0])
     jax.tree.map(np.testing.assert_array_equal, encoded, codes)
     unit = {2: 2**-8, 4: 2**-24}[x.dtype.itemsize]
-    sums = (x.shape[-1] + 12) * 2**-24  # of kernels/normalize/rows.py, twice
+    sums = (x.shape[-1] + 12) * 2**-24  # of kernels/functions/rows.py, twice
     for a, b, roundings in zip(found, expected, (4 * unit, 0), strict=True):
         a, b = (np.asarray(v, np.float32) for v in (a, b))
         np.testing.assert_allclose(a, b, rtol=sums + roundings)
