@@ -46,6 +46,7 @@ from folders import (
     find_start,
     fingerprint,
     require_free,
+    shape_bytes,
 )
 from hosts import Interrupt
 from huggingface import folder_of
@@ -127,10 +128,11 @@ def load_data(config: Config) -> Data:
 
 def load_params(config: Config, data: Data) -> tuple[Any, Any]:
     """Shape and parameters that every method starts from: a new head is the seed's."""
+    task = data.splits.task
     model = load_roberta(
         data.folder,
-        labels=data.splits.task.outputs,
-        multi_label=data.splits.task.multi_label,
+        labels=task.labels or 1,
+        multi_label=task.multi_label,
         dropout=config.weights.dropout,
         param_dtype=jnp.dtype(config.weights.param_dtype),
         rngs=nnx.Rngs(config.optimizer.seed),
@@ -210,7 +212,7 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         plans = Plans.first(planner, config.folder, resume, state, microbatch)
     everything = [data.train.tokens_nt, data.train.target_n]
     everything += [x for e in data.dev.values() for x in (e.tokens_nt, e.target_n)]
-    everything += jax.tree.leaves(params)
+    everything += [*jax.tree.leaves(params), shape_bytes(cfg)]
     fixed = config.fixed() | plans.fixed()
     fixed |= {
         "dtype": dtype,
@@ -263,6 +265,9 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
         state = checkpoints.load(start, job.abstract)
     else:
         state = jax.jit(training.init, out_shardings=job.shardings)(job.params)
+    if start:
+        with jax.set_mesh(job.mesh):
+            plans.tell_size()
     train_step = compile_step(job)
     # Not before: what a folder holds is lost then.
     if not start:

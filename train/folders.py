@@ -1,5 +1,6 @@
 """The folder of a run: which run it holds, and from where that can go on."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -173,3 +174,9 @@ def crc(arrays: Iterable[np.ndarray]) -> int:
         return zlib.crc32(np.ascontiguousarray(x).view(np.uint8), zlib.crc32(kind, crc))
 
     return functools.reduce(add, arrays, 0)
+
+
+def shape_bytes(cfg: Any) -> np.ndarray:
+    """What says how a model's weights are read, for `crc`."""
+    text = json.dumps(dataclasses.asdict(cfg), sort_keys=True)
+    return np.frombuffer(text.encode(), np.uint8)

@@ -31,6 +31,7 @@ def mask_words(cfg: RobertaConfig, tokens_bt: jax.Array) -> tuple[jax.Array, jax
     chosen_bt = jax.random.bernoulli(chosen, MASKED, **lies) & ~special_bt
     kind_bt = jax.random.uniform(kind, **lies)
     word_bt = jax.random.randint(word, minval=0, maxval=cfg.vocab_size, **lies)
+    word_bt = jnp.where(word_bt == cfg.pad_id, jnp.int32(cfg.mask_id), word_bt)
     changed_bt = jnp.where(
         kind_bt < _CLEARED,
         jnp.int32(cfg.mask_id),

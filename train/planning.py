@@ -188,6 +188,27 @@ class Plans:
         plan, since = plan_files.in_force(self.folder, start, seal.get("plan"))
         return replace(self, plan=plan, since=since)
 
+    def tell_size(self) -> None:
+        """Says so where a resumed run's plan does not keep its budget on these devices.
+
+        It was made for those that the run began on; another would change its losses.
+        """
+        asked = self.planner.options.memory_budget
+        if asked is None:
+            return
+        device = self.planner.device
+        step, args = self.planner.make_step(self.plan)
+        try:
+            needed = jc.memory.peak(step, *args, device=device).peak_bytes
+        except NotImplementedError as problem:  # nothing here compiles for the card
+            print(f"{self.folder.name}: its plan's memory is unknown: {problem}")
+            return
+        if needed > jc.planner.budget_bytes(asked, device):
+            print(
+                f"{self.folder.name}: of the budget of {asked} its plan takes "
+                f"{needed / 2**20:,.1f} MiB on {jax.device_count()} devices"
+            )
+
     def training(self) -> Training:
         """Raises ValueError, with its name, for a plan of another function."""
         if self.plan is not None:

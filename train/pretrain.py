@@ -204,6 +204,9 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
         return 0
     checkpoints = Checkpoints(config.folder / "checkpoints", output.keep)
     state = checkpoints.load(start, job.abstract) if start else init(job)
+    if start:
+        with jax.set_mesh(job.mesh):
+            plans.tell_size()
     train_step = compile_step(job)
     # Not before: what a folder holds is lost then.
     if hosts.is_first():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from configs import MODELS, GPT2Config, ModelConfig, RobertaConfig
-from folders import crc
+from folders import crc, shape_bytes
 from gpt2_weights import load_gpt2, save_gpt2
 from huggingface import folder_of, read_json
 from pretrain_options import ModelOptions
@@ -39,8 +39,8 @@ class Pretrained:
 
     @property
     def name(self) -> str:
-        """Weights of one name are equal."""
-        return f"{crc(jax.tree.leaves(self.params)):08x}"
+        """Weights of one name are equal, and read in the same way."""
+        return f"{crc([*jax.tree.leaves(self.params), shape_bytes(self.cfg)]):08x}"
 
 
 def load(weights: str | None, param_dtype: str) -> Pretrained | None:

@@ -5,6 +5,7 @@ save_roberta(model, "another/folder")
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,14 @@ from flax import nnx
 
 import huggingface
 from configs import RobertaConfig
-from huggingface import open_tensors, read_parameter, require_tensors, write_tensors
+from huggingface import (
+    open_tensors,
+    read_json,
+    read_parameter,
+    require_tensors,
+    some,
+    write_tensors,
+)
 from jaxcompact.paths import map_named, named_leaves
 from roberta import Roberta
 
@@ -41,6 +49,7 @@ _TABLES = {
     "embed/position": "roberta.embeddings.position_embeddings.weight",
     "embed/segment": "roberta.embeddings.token_type_embeddings.weight",
 }
+_LAYER = re.compile(r"roberta\.encoder\.layer\.(\d+)\.")
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 _HEADS = ("head/", "words/")
 _FIELDS = {  # of RobertaConfig -> of config.json
@@ -88,7 +97,7 @@ def read_config(directory: str | Path) -> RobertaConfig:
 def load_roberta(
     directory: str | Path,
     *,
-    labels: int | None = None,
+    labels: int | Sequence[str] | None = None,
     multi_label: bool = False,
     dropout: float | None = None,
     rngs: nnx.Rngs | None = None,
@@ -99,14 +108,19 @@ def load_roberta(
     Shards are read too; weights are cast to ``param_dtype``; other arguments are
     `Roberta`'s. ``labels`` asks for a head with as many classes, 1 for a rating, and
     ``multi_label`` for several of them a text: the head of the folder if it has one of
-    that size, else a new one made from ``rngs``. Without ``labels`` the model has the
-    head of the folder, for what that was trained for.
+    that size, else a new one made from ``rngs``. Of classes with names the folder's
+    head is that of those with the same ones, in whatever order and case, or of
+    nameless ones (``LABEL_0``, ...). Without ``labels`` the model has the head of the
+    folder, for what that was trained for.
 
     Raises ValueError for what `read_config` refuses, for a tensor that is missing or
-    of another shape than the config says, and for a damaged file.
+    of another shape than the config says, for layers that it does not know of, and for
+    a damaged file.
     """
     directory = Path(directory)
     cfg, tensors = read_config(directory), open_tensors(directory)
+    if not any(name.startswith("roberta.") for name in tensors):  # a body alone
+        tensors = {f"roberta.{name}": tensor for name, tensor in tensors.items()}
     if dropout is not None:
         cfg = replace(cfg, dropout=dropout)
     there = 0
@@ -120,8 +134,11 @@ def load_roberta(
         there = shape[0]
     if labels is None:
         labels, multi_label = there, cfg.multi_label
-    cfg = replace(cfg, labels=labels, multi_label=multi_label)
-    new_head = cfg.labels != there
+    count = labels if isinstance(labels, int) else len(labels)
+    cfg = replace(cfg, labels=count, multi_label=multi_label)
+    _require_no_more_layers(directory, tensors, cfg.layers)
+    order = range(count) if isinstance(labels, int) else _order(directory, labels)
+    new_head = count != there or order is None
     model = Roberta(cfg, rngs=rngs or nnx.Rngs(0), **model_kwargs)
     state = nnx.state(model, nnx.Param)
 
@@ -134,10 +151,36 @@ def load_roberta(
             return param
         names = _names(path, cfg)
         value = read_parameter(directory, tensors, path, names, param.shape)
+        if path.startswith("head/out/"):
+            value = value[..., list(order)]
         return jnp.asarray(value, param.dtype)
 
     nnx.update(model, map_named(filled, state))
     return model
+
+
+def _order(directory: Path, labels: Sequence[str]) -> list[int] | None:
+    """Where the folder's head has these classes; None if it has others."""
+    named = read_json(directory / "config.json").get("id2label")
+    if not isinstance(named, dict):
+        return list(range(len(labels)))
+    there = [str(named.get(str(i))).lower() for i in range(len(named))]
+    if there == [f"label_{i}" for i in range(len(there))]:
+        return list(range(len(labels)))
+    names = [name.lower() for name in labels]
+    if sorted(there) != sorted(names) or len({*names}) < len(names):
+        return None
+    return [there.index(name) for name in names]
+
+
+def _require_no_more_layers(directory: Path, tensors: dict, layers: int) -> None:
+    numbered = ((name, _LAYER.match(name)) for name in tensors)
+    more = [name for name, found in numbered if found and int(found[1]) >= layers]
+    if more:
+        raise ValueError(
+            f"num_hidden_layers in {directory}/config.json is {layers}, but the folder "
+            f"has {some(sorted(more))}"
+        )
 
 
 def save_roberta(

@@ -17,7 +17,8 @@ _JSON = (".jsonl", ".json", ".ndjson")
 _SUFFIXES = (".tsv", ".csv", *_JSON)
 _COMPRESSED = ("", ".gz", ".xz", ".zst")
 
-Row = tuple[str, dict[str, Any]]  # "file:line", and the columns that the line has
+# "file:line", and the columns that the line has; under None what its header lacks
+Row = tuple[str, dict[str | None, Any]]
 Columns = tuple[str, ...] | range | None  # of files without a header
 
 
@@ -79,9 +80,12 @@ def _named(place: str, row: Any, columns: Columns) -> dict[str, Any]:
     return row if columns is None else _cells(columns, row)
 
 
-def _cells(columns: tuple[str, ...] | range, row: list) -> dict[str, Any]:
+def _cells(columns: tuple[str, ...] | range, row: list) -> dict[str | None, Any]:
     """Cells by column, of those that the row has."""
-    return dict(zip(map(str, columns), row, strict=False))
+    cells: dict[str | None, Any] = dict(zip(map(str, columns), row, strict=False))
+    # Tabs at the end of a line are a spreadsheet's.
+    more = [cell for cell in row[len(columns) :] if cell]
+    return cells | {None: more} if more and isinstance(columns, tuple) else cells
 
 
 def _suffix(path: Path) -> str:

@@ -200,6 +200,11 @@ def _labelled(
                 broken.append(place)
                 continue
             raise DataError(f"{place}: the line has no column {missing[0]!r}")
+        # A tab within a text, or a row's name, moves what follows.
+        if (more := values.get(None)) and not task.dev:
+            raise DataError(
+                f"{place}: the line has more columns than the header; {more[-1]!r}"
+            )
         *texts, label = (values[name] for name in wanted)
         texts = zip(task.texts, texts, strict=True)
         strings = tuple(_string(place, name, text) for name, text in texts)
@@ -216,6 +221,8 @@ def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:
         raise DataError(
             f"{place}: {task.label} must not be a list but for --task tag; {label!r}"
         )
+    if isinstance(label, float) and task.labels == ():  # a rating, finite or not
+        return (str(label),)
     name = _string(place, task.label, label).strip()
     if not name:
         raise DataError(f"{place}: {task.label} must not be empty; {label!r}")
@@ -223,7 +230,8 @@ def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:
 
 
 def _string(place: str, column: str, value: Any) -> str:
-    if value is None or isinstance(value, list | dict):
+    bad = isinstance(value, float) and not math.isfinite(value)
+    if bad or value is None or isinstance(value, list | dict):
         raise DataError(f"{place}: {column} must be a text or a number; {value!r}")
     text = str(value)
     if half := re.search("[\ud800-\udfff]", text):
@@ -234,7 +242,8 @@ def _string(place: str, column: str, value: Any) -> str:
 
 
 def _order(name: str) -> tuple[float, str]:
-    return int(name) if name.isdecimal() else math.inf, name
+    number = name.isdecimal() and len(name) < 100  # int refuses thousands of digits
+    return int(name) if number else math.inf, name
 
 
 def _example(task: Task, row: Labelled) -> Example:

@@ -266,6 +266,11 @@ def test_other_weights_are_known_by_their_content(arguments, weights, tmp_path):
     single = [*arguments, "--method", "exact"]
     here, there = prepared(single), prepared([*single, "--weights", str(moved)])
     assert here.fixed == there.fixed
+    config = json.loads((moved / "config.json").read_text())
+    other = json.dumps(config | {"layer_norm_eps": 0.1})
+    (moved / "config.json").write_text(other)
+    assert here.fixed != prepared([*single, "--weights", str(moved)]).fixed
+    (moved / "config.json").write_text(json.dumps(config))
     model = load_roberta(moved)
     model.embed.embedding[...] *= 2
     save_roberta(model, moved)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import re
 import shutil
 import weakref
 from types import SimpleNamespace
@@ -248,3 +249,17 @@ def test_a_card_that_is_not_planned_for(tmp_path):
     kept, said = made.again(plan, None, TOKENS)
     assert kept is plan and said.endswith("for want of another: not on this card")
     assert said.startswith("gradient error of the plan 100.00%, planned 1.00%")
+
+
+def test_a_resumed_plan_that_takes_more_than_its_budget_is_told(
+    optax_promotion, tmp_path, capsys
+):
+    """As on fewer devices than it was made for."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    for budget in ("1GiB", "1MiB"):
+        made = planner(memory_budget=budget, plan_device="h100")
+        planning.Plans(made, tmp_path / "exact", None, 2).tell_size()
+    said = capsys.readouterr().out
+    assert re.fullmatch(
+        r"exact: of the budget of 1MiB its plan takes [\d.]+ MiB .*\n", said
+    )

@@ -95,7 +95,13 @@ def test_a_llama_is_gone_on_from(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert begin.tokenizer == str(tmp_path / "tokenizer.json")
     begin.params["embed"]["embedding"] = begin.params["embed"]["embedding"] + 1
-    assert begin.name != pretrained.load(str(tmp_path), "float32").name
+    there = pretrained.load(str(tmp_path), "float32")
+    assert begin.name != there.name
+    # Nor is a run gone on with what reads the same weights in another way.
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.dumps(config | {"rope_theta": 100.0})
+    (tmp_path / "config.json").write_text(config)
+    assert pretrained.load(str(tmp_path), "float32").name != there.name
 
 
 @pytest.mark.parametrize(

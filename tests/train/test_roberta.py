@@ -127,6 +127,12 @@ def test_masks_are_as_many_and_of_the_kinds_that_they_should_be():
     assert_share(same.mean(), 0.1 + 0.1 / 64, n)
 
 
+def test_no_word_is_replaced_by_padding():
+    """Which attention leaves out, and with it the last word in its place."""
+    read, _ = mask_words(WORDS, jnp.clip(tokens(64), 5).repeat(200, axis=0))
+    assert not (read == WORDS.pad_id).any()
+
+
 def test_masks_are_a_function_of_the_text():
     text = tokens(32).repeat(20, axis=0)
     first, again = mask_words(WORDS, text), mask_words(WORDS, text)

@@ -127,6 +127,44 @@ def test_a_head_of_the_same_size_goes_on_and_another_is_new():
     assert not np.array_equal(other["dense"]["kernel"], there["dense"]["kernel"])
 
 
+def test_a_head_goes_on_for_classes_of_the_same_names(folder):
+    """In the order that is asked for; roberta-large-mnli's is not GLUE's."""
+    there = parameters(load_roberta(folder))["head"]
+    edit_config(folder, id2label={"0": "CONTRADICTION", "1": "NEUTRAL", "2": "YES"})
+    names = ("contradiction", "yes", "neutral")
+    same = parameters(load_roberta(folder, labels=names))["head"]
+    assert_equal_parameters(same["dense"], there["dense"])
+    kernel = there["out"]["kernel"]
+    order = np.array([0, 2, 1])
+    np.testing.assert_array_equal(same["out"]["kernel"], kernel[:, order])
+    np.testing.assert_array_equal(same["out"]["bias"], there["out"]["bias"][order])
+    other = parameters(load_roberta(folder, labels=("a", "b", "c")))["head"]
+    assert not np.array_equal(other["dense"]["kernel"], there["dense"]["kernel"])
+    edit_config(folder, id2label={str(i): f"LABEL_{i}" for i in range(3)})
+    nameless = parameters(load_roberta(folder, labels=("a", "b", "c")))["head"]
+    assert_equal_parameters(nameless, there)
+
+
+def test_a_folder_with_more_layers_than_its_config_is_refused(folder):
+    edit_config(folder, num_hidden_layers=1)
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers .* is 1, but .*layer\.1\."
+    ):
+        load_roberta(folder)
+
+
+def test_a_body_alone_is_read(folder):
+    whole = parameters(load_roberta(folder, labels=2))
+    tensors = safetensors.load_file(folder / "model.safetensors")
+    body = {
+        name.removeprefix("roberta."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("roberta.")
+    }
+    safetensors.save_file(body, folder / "model.safetensors")
+    assert_equal_parameters(parameters(load_roberta(folder, labels=2)), whole)
+
+
 def test_a_model_of_several_classes_a_text_is_known_again(folder, tmp_path):
     edit_config(folder, problem_type="multi_label_classification")
     model = load_roberta(folder)

@@ -293,6 +293,21 @@ def test_own_pairs_and_ratings(tmp_path):
             r"train.jsonl:1: label must .* half a surrogate, '\\ude00'",
         ),
         (".csv", "text,label\na,b\nc,b\n", r"two or more, train has \['b'\]"),
+        (  # rows with names, as R writes them
+            ".tsv",
+            "text\tlabel\n1\ta\tb\n2\tc\td\n",
+            "train.tsv:2: the line has more columns than the header; 'b'",
+        ),
+        (
+            ".tsv",
+            "text\tlabel\na\tb\t\nwith a\ttab\tb\n",
+            "train.tsv:3: the line has more columns than the header; 'b'",
+        ),
+        (
+            ".jsonl",
+            '{"text": "a", "label": "b"}\n{"text": "c", "label": NaN}\n',
+            "train.jsonl:2: label must be a text or a number; nan",
+        ),
     ],
 )
 def test_own_files_that_do_not_fit(suffix, text, told, tmp_path):
@@ -315,6 +330,14 @@ def test_a_class_that_the_split_here_leaves_to_dev_alone(kind, tmp_path):
     splits = read_task(own_task("1", "2", kind), tmp_path / "all.tsv")
     assert splits.dev["dev"]
     assert splits.task.labels == tuple(sorted(f"c{i}" for i in range(100)))
+
+
+def test_a_class_may_be_a_long_number(tmp_path):
+    long = "7" * 5000
+    write(tmp_path, {"train": f"text\tlabel\na\t{long}\nb\t10\nc\t9\nd\tx\n"})
+    (tmp_path / "dev.tsv").write_text("text\tlabel\na\tx\n")
+    labels = read_task(own_task("text", "label", "classify"), tmp_path).task.labels
+    assert labels == ("9", "10", long, "x")
 
 
 @pytest.mark.parametrize("texts", ["", "a,,b", "a,b,c", "1"])
