@@ -133,6 +133,20 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
         moved = size(x, x, jax.eval_shape(swiglu, x, x))
         args, kind = (x, x), f"{kind}_swiglu"
         yield Case("activate", kind, swiglu, args, moved, apart=apart)
+
+        def gelu(x, bias):
+            return jax.nn.gelu(x + bias.reshape(1, -1), approximate=False)
+
+        def biased(x, bias, fields=fields):
+            return activate(gelu, (x,), (bias,), **fields)
+
+        def after(x, bias, fields=fields):
+            return gelu(x, bias), [quantize(x, **fields)]
+
+        args = x, jax.ShapeDtypeStruct((n,), x.dtype)
+        moved = size(*args, jax.eval_shape(biased, *args))
+        kind = kind.replace("swiglu", "gelu")
+        yield Case("activate", kind, biased, args, moved, apart=after)
     yield of_norms(name, x)
     yield from of_channels(name, x)
     # As a compressed layer stores z, in 4 bits at n/2.
