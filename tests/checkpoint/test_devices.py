@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
-from tests.test_checkpoint import (
+from tests.checkpoint.functions import (
     AGAIN,
     FUNCTIONS,
     LOSSY,

@@ -1,0 +1,152 @@
+"""Functions and arguments that `jc.checkpoint` takes, and what it says of others."""
+
+from functools import partial, wraps
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcompact as jc
+from tests.checkpoint.functions import (
+    LOSSY,
+    SAVE,
+    ULPS,
+    W,
+    X,
+    equal,
+    mlp,
+    relative,
+    weighted,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"params": "w"}, "params must be argument numbers or types .* got 'w'"),
+        ({"params": 1.5}, "params must be argument numbers or types .* got 1.5"),
+        ({"params": True}, "params must be argument numbers or types .* got True"),
+        ({"params": (0, None)}, "params must be argument numbers .* got None"),
+        ({"params": 2}, "params must be below the number of arguments 2, got 2"),
+        ({"params": -3}, "params must be below the number of arguments 2, got -3"),
+        ({"params": 1, "static_argnums": 1}, "1 is in params and static_argnums"),
+        ({"policy": jc.Policy}, "policy must be a jaxcompact policy"),
+    ],
+)
+def test_arguments_that_are_none(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jc.checkpoint(lambda x, n: x * n, **arguments)(2.0, 3)
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(ValueError, match="fun must be a function, got 3"):
+        jc.checkpoint(3)
+    small = jc.checkpoint(lambda *, x: x, params=0)
+    with pytest.raises(ValueError, match="below the number of arguments 0, got 0"):
+        small(x=1.0)
+
+
+def test_static_arguments_of_another_type_are_others():
+    small = jc.checkpoint(lambda n: jnp.array(n), static_argnums=0)
+    assert [small(n).dtype for n in (1, 1.0, True)] == ["int32", "float32", "bool"]
+
+
+def test_an_argument_that_is_no_array_is_named():
+    def fun(params, x, activation):
+        return getattr(jax.nn, activation)(x @ params["w"])
+
+    small = jc.checkpoint(fun, params=0, static_argnames="activation")
+    params, x = {"w": jnp.ones((2, 2))}, jnp.ones((2, 2))
+    assert small(params, x, activation="relu").shape == (2, 2)
+    with pytest.raises(TypeError, match="activation must be an array, .* got 'relu'"):
+        small(params, x, "relu")
+    with pytest.raises(TypeError, match="params/w must be an array, .* got 'w'"):
+        small({"w": "w"}, x, activation="relu")
+
+
+def test_a_trace_under_other_settings_is_another():
+    small = jc.checkpoint(lambda x: x @ x)
+
+    def precision():
+        return "HIGHEST" in str(jax.make_jaxpr(lambda x: small(x))(jnp.eye(2)))
+
+    assert not precision()
+    with jax.default_matmul_precision("highest"):
+        assert precision()
+    assert not precision()
+
+
+def test_it_is_a_function_as_any_other():
+    small = jc.checkpoint(mlp, policy=LOSSY, params=0)
+    assert jax.eval_shape(small, W, X).shape == X.shape
+    assert jax.make_jaxpr(small)(W, X).out_avals[0].shape == X.shape
+
+    @wraps(small)
+    def after(w, x):
+        return jnp.sort(small(w, x))
+
+    with pytest.raises(ValueError, match="policy must be given for a function"):
+        jc.explain(after, W, X)
+
+
+def test_arguments_of_all_kinds():
+    def fun(w, x, power, *, scale, shift=None, mode):
+        y = x @ w["a"][0] * scale
+        y = y if shift is None else y + shift["b"]
+        return (y**power, None, {"y": jnp.sin(y) if mode == "sin" else y})
+
+    small = jc.checkpoint(
+        fun, policy=SAVE, params=0, static_argnums=2, static_argnames="mode"
+    )
+    w = {"a": (W[0], None)}
+
+    def of(f):
+        def loss(w, x, scale, shift):
+            return weighted(f)(w, x, 2, scale=scale, shift=shift, mode="sin")
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(w, X, 1.5, {"b": X})
+
+    assert relative(of(small), of(fun)) < ULPS
+    assert small(w, X, -1, scale=2.0, mode="no")[0].shape == X.shape
+    with pytest.raises(ValueError, match="static arguments must be hashable"):
+        small(w, X, [2], scale=2.0, mode="no")
+    with pytest.raises(ValueError, match="static_argnums must be below .* 2, got 2"):
+        small(w, X, scale=2.0, mode="no")
+
+
+def test_negative_argument_numbers():
+    small = jc.checkpoint(
+        lambda x, n, w: (x * n) @ w[0], policy=LOSSY, params=-1, static_argnums=-2
+    )
+    rows = jc.explain(small, X, 3, W).rows
+    assert [row.name for row in rows if row.kind == "parameter"] == ["w"]
+
+
+def test_a_closure_is_differentiated_and_never_stale():
+    def loss(w, x):
+        small = jc.checkpoint(lambda x: mlp(w, x), policy=SAVE)
+        return weighted(small)(x)
+
+    assert relative(jax.grad(loss)(W, X), jax.grad(weighted(mlp))(W, X)) < ULPS
+
+    state = {"w": W}
+    small = jc.checkpoint(lambda x: mlp(state["w"], x), policy=SAVE)
+    first = small(X)
+    state["w"] = 2.0 * W
+    again = jax.jit(mlp)(2.0 * W, X)
+    equal(small(X), again)
+    assert (again != first).any()
+
+
+def test_methods_and_partial_functions():
+    class Block:
+        def __init__(self, scale):
+            self.scale = scale
+
+        def __call__(self, w, x):
+            return mlp(w, x) * self.scale
+
+    for fun in (Block(2.0), Block(2.0).__call__, partial(mlp, W)):
+        args = (X,) if isinstance(fun, partial) else (W, X)
+        small = jc.checkpoint(fun, policy=LOSSY)
+        equal(jax.jit(small)(*args), jax.jit(fun)(*args))
