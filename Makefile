@@ -1,6 +1,6 @@
 # make pretrain    train the small model on text that every machine has;
 #                  options of train/pretrain.py: make pretrain ARGS='--method compact'
-# make test        the whole test suite; one file: make test ARGS=tests/test_linear.py
+# make test        the whole test suite; a part: make test ARGS=tests/linear
 # make test-fast   all but the slow tests
 # make test-gpu    the tests for a GPU, which `make test` runs too where there is one
 # make lint        style; `make format` repairs what can be repaired

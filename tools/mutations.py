@@ -43,9 +43,31 @@ MUTATIONS = [
         "tests/test_steep.py::test_a_plan_makes_no_norm_again_of_what_is_rounded",
     ),
     Mutation(
+        "what a cosine is taken of is rounded",
+        "jaxcompact/tensors.py",
+        "steep = bells | find_angles(graph, self.data)",
+        "steep = bells",
+        "tests/test_differences.py::test_the_gradient_of_a_small_difference",
+    ),
+    Mutation(
+        "attention in a loop is not looked for",
+        "jaxcompact/scores.py",
+        'op.kind in _RULES or op.kind in ("scan", "cond")',
+        "op.kind in _RULES",
+        "tests/test_steep.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "a bias that an activation reads is another columns'",
+        "kernels/activate/mosaic_gpu.py",
+        "source = hbm.at[pl.ds(first * group, groups * group)]",
+        "source = hbm.at[pl.ds(0, groups * group)]",
+        "tests/kernels/test_activate.py::"
+        "test_bits_are_the_references[GELU of a biased x, a group in part]",
+    ),
+    Mutation(
         "a prediction is rounded, not its difference from a near target",
         "jaxcompact/tensors.py",
-        "        self._add_differences()\n",
+        "        self._add_differences(near)\n",
         "",
         "tests/test_differences.py::test_the_gradient_of_a_small_difference",
     ),
@@ -61,7 +83,7 @@ MUTATIONS = [
         "jaxcompact/sketched.py",
         "if layer is None and sharing.by_hand",
         "if False and sharing.by_hand",
-        "tests/test_linear.py::test_the_sketch_of_another_layer_is_no_gradient",
+        "tests/linear/test_sharing.py::test_the_sketch_of_another_layer_is_no_gradient",
     ),
     Mutation(
         "scales that begin where the copy engine takes none",
@@ -310,7 +332,7 @@ MUTATIONS = [
         "jaxcompact/linear.py",
         "*varying_as(operands, operands), z",
         "*operands, z",
-        "tests/test_linear_devices.py"
+        "tests/linear/test_devices.py"
         "::test_in_a_shard_map_sketches_are_those_of_plain_gradients",
     ),
     Mutation(
@@ -348,7 +370,7 @@ MUTATIONS = [
         "kernels/explicit.py",
         "    if not typed(other):",
         "    if True:",
-        "tests/test_linear_devices.py::test_two_steps_are_those_of_one_device",
+        "tests/linear/test_devices.py::test_two_steps_are_those_of_one_device",
     ),
     Mutation(
         "what a jax.custom_vjp decides by is made again of what is rounded",
