@@ -1,7 +1,8 @@
 """The forward pass that encodes what it stores as soon as it is made."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -99,9 +100,22 @@ class Forward:
             region = ends[op]
             outs, encoded = evaluate(region, [env[v] for v in region.reads])
             stored.update(zip(self.slots_of(region), encoded, strict=True))
-            return list(map(keep, region.makes, outs))[:1]  # others are only stored
+            outs = list(map(keep, region.makes, outs))
+            env.update(zip(region.makes, outs, strict=True))
+            return outs[:1]
 
         inputs = map(keep, graph.inputs, [*self.consts, *compress(inputs, self.reads)])
+        graph = replace(graph, ops=_in_order(graph.ops, ends))
         env = graph.run(list(inputs), rule)
         outs = [read(env, v) for v in graph.outputs[:count]]
         return outs, [stored[k] for k in range(self.slots)]
+
+
+def _in_order(ops: Sequence[Op], ends: Mapping[Op, Region | Norm]) -> list[Op]:
+    """What reads a region's values after the region."""
+    later = {op for region in ends.values() for op in region.later}
+    found = []
+    for op in ops:
+        if op not in later:
+            found += [op, *(ends[op].later if op in ends else ())]
+    return found

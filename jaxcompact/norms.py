@@ -22,13 +22,18 @@ class Norm:
         source: the tensor.
         parameters: vectors along its last axis.
         statistics: values of rows that are stored as well, as they are.
-        ops: the operations, in order. What they make they alone read, but the last's.
+        read_on: values of rows that other operations read, as those that find which of
+            a mean square and zero is the larger.
+        ops: the operations, in order. What else they make they alone read.
+        later: the others that read such values, or what is made of them.
     """
 
     source: int
     parameters: tuple[int, ...]
     statistics: tuple[int, ...]
+    read_on: tuple[int, ...]
     ops: tuple[Op, ...]
+    later: tuple[Op, ...]
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -40,7 +45,7 @@ class Norm:
 
     @property
     def makes(self) -> tuple[int, ...]:
-        return self.ops[-1].outs[0], *self.statistics
+        return self.ops[-1].outs[0], *self.statistics, *self.read_on
 
     def __call__(self, *arrays: Any) -> list[Any]:
         env = dict(zip(self.reads, arrays, strict=True))
@@ -83,22 +88,44 @@ def find_norms(
         inner = [op.outs[0] for op in ops[:-1]]
         if not any(op.kind == "reduce_sum" for op in ops):
             return None
-        if not all(inside.issuperset(readers[v]) for v in inner):
-            return None
         if not {*inner}.isdisjoint(elsewhere):
             return None
         known = {source, *inner}
         parameters = dict.fromkeys(v for op in ops for v in op.reads if v not in known)
-        statistics = (v for v in inner if v in stored)
-        return Norm(source, tuple(parameters), tuple(statistics), ops)
+        statistics = tuple(v for v in inner if v in stored)
+        read_on = [v for v in inner if not inside.issuperset(readers[v])]
+        later = _readers_of(read_on, graph, inside)
+        small = graph.avals[source].size // graph.avals[source].shape[-1]
+        values = [*read_on, *(v for op in later for v in op.outs)]
+        if any(graph.avals[v].size > small for v in values):
+            return None
+        if not ({*values} - {*read_on}).isdisjoint(parameters):
+            return None
+        read_on = tuple(v for v in read_on if v not in stored)
+        return Norm(source, tuple(parameters), statistics, read_on, ops, later)
 
     found: dict[int, Norm] = {}
     for value, (source, _) in made.items():
         entries = graph.avals[value].shape == graph.avals[source].shape
         written = entries and is_written(value, readers, {*stored, *elsewhere})
         if written and source not in found and (one := norm(value)) is not None:
-            found[source] = one
+            before = {op for norm in found.values() for op in (*norm.later, *norm.ops)}
+            if before.isdisjoint(one.later):
+                found[source] = one
     return list(found.values())
+
+
+def _readers_of(
+    values: Collection[int], graph: Graph, inside: Collection[Op]
+) -> tuple[Op, ...]:
+    """The operations, but these, that read the values or what is made of them."""
+    found: list[Op] = []
+    made = set(values)
+    for op in graph.ops:
+        if op not in inside and not made.isdisjoint(op.reads):
+            found.append(op)
+            made.update(op.outs)
+    return tuple(found)
 
 
 def _is_taken(op: Op) -> bool:

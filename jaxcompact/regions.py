@@ -27,6 +27,7 @@ class Region:
     sources: tuple[int, ...]
     parameters: tuple[int, ...]
     ops: tuple[Op, ...]
+    later: tuple[Op, ...] = ()  # as a `norms.Norm` has: none
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import jaxcompact as jc
 from jaxcompact import forward, stores
@@ -52,6 +53,11 @@ def centred(w, x):
     return x + mlp(w, layer_norm(w["norm"], x))
 
 
+def as_flax_does(w, x):
+    """Its variance is a difference, and zero where rounding makes that less."""
+    return x + mlp(w, nn.LayerNorm().apply({"params": w["flax"]}, x))
+
+
 def two_of_one(w, x):
     y = rms_norm(w["norm"], x) @ w["up"]
     return (y + layer_norm(w["norm"], x) @ w["gate"]) @ w["down"]
@@ -86,7 +92,8 @@ def weights(wide=128):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = {"gate": (64, wide), "up": (64, wide), "down": (wide, 64), "norm": (64,)}
     normal = jax.random.normal
-    return {n: normal(k, s) / 8 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    w = {n: normal(k, s) / 8 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    return w | {"flax": {"scale": 1 + w["norm"], "bias": w["norm"]}}
 
 
 X = jax.random.normal(jax.random.key(3), (2, 8, 64))
@@ -111,6 +118,7 @@ def test_norms_of_what_is_stored():
     """Mean squares are stored, epsilon included: what roots are taken of."""
     assert norms(layer) == [("x", ["add.0"])]
     assert norms(centred) == [("x", ["add.0"])]
+    assert norms(as_flax_does) == [("x", ["add.0"])]
     assert norms(two_layers) == [("x", ["add.0"])]
     assert len(norms(two_of_one)) == 1  # the other is XLA's
 
@@ -159,7 +167,9 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("fun", [layer, centred, two_of_one], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "fun", [layer, centred, as_flax_does, two_of_one], ids=lambda f: f.__name__
+)
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted. The codes of x are the same, and y within the bound of `rows`.
 
