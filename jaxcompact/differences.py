@@ -8,7 +8,7 @@ difference too, of directions, but there is none to be stored.
 from collections.abc import Collection, Mapping, Set
 
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, expensive, renames
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, renames
 
 # Zero where what they read is.
 _MULTIPLES = frozenset(
@@ -88,16 +88,15 @@ def pair(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> list[int]:
 
 
 def _is_made_of(value: int, other: int, made_by: Mapping[int, Op]) -> bool:
-    """Whether it is, cheaply, as a mean or a maximum is."""
-    other, todo, seen = _root(other, made_by), [value], set()
-    while todo:
-        value = todo.pop()
+    """Whether it is, as a mean or a maximum is; the nearest are looked at first."""
+    other, todo, seen = _root(other, made_by), [value], {value}
+    for value in todo:
         if _root(value, made_by) == other:
             return True
         op = made_by.get(value)
-        if op and value not in seen and not expensive(op):
-            seen.add(value)
-            todo += op.reads
+        before = [v for v in (op.reads if op else ()) if v not in seen]
+        seen.update(before)
+        todo += before
     return False
 
 
