@@ -7,7 +7,7 @@ from typing import Any, Protocol, get_args
 
 import jax.numpy as jnp
 
-from jaxcompact.codecs import BitMask, Codec, Narrow, Quantized
+from jaxcompact.codecs import BitMask, Codec, Narrow, Offload, Quantized
 from jaxcompact.tensors import Tensor
 
 
@@ -68,6 +68,7 @@ def _require(holder: Any, name: str, kinds: Any) -> None:
 
 
 Action = Save | Recompute | Derivative | Codec
+_EXACT = BitMask, Narrow, Offload
 
 
 def written(action: Any) -> str:
@@ -102,7 +103,8 @@ class Policy:
             ``"dot_general.[0-2]"``); the first that matches decides. `explain` lists
             the names.
         default: for all other tensors: an action, or another policy. A codec as default
-            is used as by `policies.compress`.
+            is used as by `policies.compress`. Decisions (masks, what a max chose) are
+            stored as they were made, whatever the default, if a rule rounds.
 
     Raises ValueError if a value is no action; and, when it meets a function, if a
     pattern matches none of its tensors or a codec can't store the dtype.
@@ -144,9 +146,17 @@ class Policy:
                 return action, f"rule {pattern!r}"
         if isinstance(self.default, Codec):
             return Compress(self.default).decide(tensor)
-        if isinstance(self.default, Action):
-            return self.default, "default"
-        return self.default.decide(tensor)
+        if not isinstance(self.default, Action):
+            return self.default.decide(tensor)
+        if self.rounds and _decides(tensor):
+            return Compress(Save()).decide(tensor)
+        return self.default, "default"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether one of its rules does."""
+        actions = (action for _, action in self.rules)
+        return any(isinstance(a, Codec) and not isinstance(a, _EXACT) for a in actions)
 
     def unused(self, names: set[str]) -> list[str]:
         """Patterns that match none of these names."""
@@ -182,6 +192,11 @@ def action_of(policy: ChoosesActions, tensor: Tensor) -> tuple[Action, str]:
                 f"policy: {action} can't store {tensor}: {error}"
             ) from None
     return action, reason
+
+
+def _decides(tensor: Tensor) -> bool:
+    """Whether it, made again of rounded values, might be another decision."""
+    return tensor.kind in ("mask", "choice") or tensor.discrete or tensor.step
 
 
 @dataclass(frozen=True)

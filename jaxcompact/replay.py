@@ -7,6 +7,7 @@ matrix products among it, and is cut off; what the rest does not read is not sto
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
@@ -149,10 +150,12 @@ class Replay:
             [*compress(derived, derived_used)],
         )
 
-    def finds_everything(self) -> tuple[Graph, list[Source]]:
+    @cached_property
+    def finding_everything(self) -> tuple[Graph, list[Source]]:
         """The backward pass if all values and residuals are stored.
 
-        Its inputs: what it reads, as it is listed, and then cotangents.
+        Its inputs: what it reads, as it is listed, and then cotangents. First asked for
+        where the function is traced: in a `jax.shard_map` axes have names there.
         """
         graph, fixed = self.graph, self.tensors.fixed
         recording = self.recording

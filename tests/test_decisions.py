@@ -175,6 +175,30 @@ def test_exact_policies_choose_nothing():
     assert stored == {"max.0.choice": 8 * 64 // 4, "reduce_max.0.choice": 8}
 
 
+@pytest.mark.parametrize("default", [jc.Save(), jc.Recompute()])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        jax.nn.relu,
+        lambda y: jnp.maximum(y, 0.1),
+        jnp.abs,
+        lambda y: jnp.where(y > 0, y, 0.0),
+        lambda y: jnp.sign(y) * y,
+        lambda y: y.max(-1, keepdims=True),
+    ],
+)
+def test_decisions_beside_a_rule_that_rounds(fun, default):
+    """The product is read by them alone: its rounding then changes nothing."""
+    policy = jc.Policy({"dot_general.0": Q2}, default=default)
+
+    def gradient(f):
+        return jax.grad(lambda w: jnp.sum(jnp.cos(3.0 * X[:, :1]) * f(w, X)))(W)
+
+    found = gradient(jc.checkpoint(lambda w, x: fun(x @ w), policy=policy, params=0))
+    expected = gradient(lambda w, x: fun(x @ w))
+    assert jnp.linalg.norm(found - expected) < ULPS * jnp.linalg.norm(expected)
+
+
 @pytest.mark.parametrize("loop", [False, True])
 def test_the_branch_that_was_taken(loop):
     """A threshold between the sum of the products and that of the decoded ones."""

@@ -235,7 +235,9 @@ def _placed(
     cards = np.array(topology.devices).reshape(sizes)
     mesh = jax.sharding.Mesh(cards, names, axis_types=types)
 
-    def place(leaf: Any) -> jax.ShapeDtypeStruct:
+    def place(leaf: Any) -> Any:
+        if not hasattr(leaf, "shape"):  # a number, or a static argument
+            return leaf
         sharding = getattr(leaf, "sharding", None)
         named = isinstance(sharding, jax.NamedSharding)
         spec = sharding.spec if named else jax.P()

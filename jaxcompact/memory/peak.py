@@ -226,7 +226,9 @@ def _is_optimizer_state(node: Any) -> bool:
 
 
 def _floating(leaf: Any) -> bool:
-    return jnp.issubdtype(jax.typeof(leaf).dtype, jnp.floating)
+    if hasattr(leaf, "dtype"):
+        return jnp.issubdtype(leaf.dtype, jnp.floating)
+    return isinstance(leaf, float)  # a static argument may be anything
 
 
 def gib(nbytes: int) -> str:

@@ -18,6 +18,8 @@ class Noting:
         self.statistics = statistics or getattr(policy, "statistics", False)
 
     def note(self, traces: Traces) -> None:
+        if jax.sharding.get_abstract_mesh().manual_axes:  # it can't be traced later
+            _ = traces.replay.finding_everything
         self.found.append(traces)
 
 

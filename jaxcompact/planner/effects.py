@@ -93,9 +93,7 @@ class Sensitivity:
 
         Raises ValueError for what are none.
         """
-        named = isinstance(actions, Mapping)
-        if not named or not all(isinstance(a, Action) for a in actions.values()):
-            raise ValueError(f"actions must map names to actions, got {actions!r}")
+        _require_actions(actions)
         found = (
             self.effects[name].error(action)
             for name, action in actions.items()
@@ -108,7 +106,10 @@ class Sensitivity:
 
         What a policy encodes is measured with everything beside it stored. What a plan
         makes again is made of what it encodes: that moves the gradient further.
+
+        Raises ValueError for what are none.
         """
+        _require_actions(actions)
         return self.measure(actions) if self.measure else self
 
     def no_less_than(
@@ -196,6 +197,12 @@ class Sensitivity:
 
 def is_real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _require_actions(actions: Any) -> None:
+    named = isinstance(actions, Mapping)
+    if not named or not all(isinstance(a, Action) for a in actions.values()):
+        raise ValueError(f"actions must map names to actions, got {actions!r}")
 
 
 def require_codecs(codecs: Any) -> None:

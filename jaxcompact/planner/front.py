@@ -173,7 +173,7 @@ def front(
         traces.traced.label,
         device,
         layers,
-        points(lossy, "plan", max_error**2),
+        points(lossy, "plan", max_error * max_error),
         points(without_host(exact), "exact plan", 0.0),
         tuple(others),
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec
+from jaxcompact.kernels.varying import varying_as
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
 from jaxcompact.tensors import Tensor
 
@@ -51,7 +52,7 @@ class Probing:
             return x
         _, codecs = self.asked[tensor.name]
         start = self.starts[tensor.name]
-        return _probed(codecs, x, probe[start : start + len(codecs)])
+        return _probed(codecs, x, varying_as(x, probe[start : start + len(codecs)]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -112,7 +112,7 @@ def problem_of(
     for base in (*bases, Compress(Save())):
         traces = block_of(make_step, base, "make_step", statistics=True)
         asked = problem(traces, base, tuple(codecs), card, found)
-        if asked.noise <= max_error**2:
+        if asked.noise <= max_error * max_error:
             return traces, asked
     raise AssertionError("what is exact makes no noise")
 

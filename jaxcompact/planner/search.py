@@ -150,7 +150,7 @@ def _fastest(
     # What each that was compiled took beside its model: at first the least it can be.
     rest = [_nbytes(make_step(policies.int4())[1])]
 
-    candidates = Candidates(asked, layers, max_error**2)
+    candidates = Candidates(asked, layers, max_error * max_error)
 
     def compiled(solution: Solution) -> Plan:
         plan = Plan(
@@ -260,6 +260,15 @@ def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
     return asked.actions | named(asked.items, solution.chosen)
 
 
+def _kind(x: Any) -> tuple:
+    aval = x if hasattr(x, "shape") else jax.typeof(x)
+    return aval.shape, aval.dtype
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def scan_step(
     block: Callable, args: Sequence[Any], layers: int, params: Params
 ) -> Callable[[Any], tuple[Callable, tuple]]:
@@ -274,7 +283,7 @@ def scan_step(
         raise ValueError("args must hold one that is no parameter")
     place = rest[0]
     out = jax.eval_shape(checkpoint(block, params=params), *args)  # which knows params
-    like = jax.tree.map(lambda x: (x.shape, x.dtype), (out, args[place]))
+    like = jax.tree.map(_kind, (out, args[place]))
     if like[0] != like[1]:
         raise ValueError(
             f"block must map its argument {place} to one like it, or make_step be "
@@ -291,7 +300,8 @@ def scan_step(
                 return wrapped(*(given[n] for n in range(len(args)))), None
 
             x, _ = jax.lax.scan(layer, others[place], trained, length=layers)
-            return sum(jnp.sum(y, dtype=jnp.float32) for y in jax.tree.leaves(x))
+            inexact = filter(_is_inexact, jax.tree.leaves(x))
+            return sum(jnp.sum(y.real, dtype=jnp.float32) for y in inexact)
 
         def stacked(x):
             sharding = getattr(x, "sharding", None)

@@ -58,7 +58,8 @@ def sensitivity(
 
     Raises ValueError for arguments that are none of these, for a gradient that is not
     finite or 0, for one that checkpoints no block or several, and for a policy that
-    encodes nothing.
+    encodes nothing. jax raises NotImplementedError for a block in a `jax.shard_map`
+    over Explicit axes, and for what it can't differentiate twice.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> def block(w, x):

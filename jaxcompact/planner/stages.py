@@ -34,7 +34,7 @@ class Stages:
 
 def stages_of(replay: Replay) -> tuple[Stages, frozenset[Source]]:
     """Of a block, and what its backward pass reads: values and residuals."""
-    graph, sources = replay.finds_everything()
+    graph, sources = replay.finding_everything
     cts = graph.inputs[len(sources) :]
     ops, chain, _ = in_order(graph, cts)
     below = {v: {s} for v, s in zip(graph.inputs, sources, strict=False)}

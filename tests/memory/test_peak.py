@@ -106,6 +106,16 @@ def test_a_step_that_changes_modules_in_place(jit, pair, make, optax_promotion):
     assert sum(found.breakdown.values()) == found.peak_bytes
 
 
+def test_static_arguments_and_numbers():
+    def step(x, axis, scale, name):
+        assert name == "sum"
+        return scale * jnp.sum(x, axis)
+
+    jitted = jax.jit(step, static_argnums=(1, 3))
+    found = jc.memory.peak(jitted, S((512, 256), F32), 1, 2.0, "sum")
+    assert found.argument_bytes == 4 * 512 * 256 + 4
+
+
 @pytest.mark.parametrize("jit", [lambda fun: fun, jax.jit])
 def test_a_module_that_is_read_alone(jit):
     """Nothing of it comes out."""

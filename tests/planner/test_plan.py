@@ -364,6 +364,64 @@ def test_arguments_lie_on_several_devices(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_block_in_a_shard_map(kind, tmp_path, monkeypatch):
+    """Whose weights two devices share; what rounding does to it is measured."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    types = (jax.sharding.AxisType[kind],)
+    mesh = jax.make_mesh((2,), ("d",), axis_types=types)
+    params = {
+        "up": jax.random.normal(jax.random.key(0), (64, 256)) / 8,
+        "down": jax.random.normal(jax.random.key(1), (256, 64)) / 16,
+    }
+    specs = {"up": jax.P(None, "d"), "down": jax.P("d")}
+
+    def shared(w, x):
+        return x + jax.lax.psum(jax.nn.gelu(x @ w["up"]) @ w["down"], "d")
+
+    def make_step(policy):
+        wrapped = jc.checkpoint(shared, policy=policy, params=0)
+        mapped = jax.shard_map(wrapped, in_specs=(specs, jax.P()), out_specs=jax.P())
+        return jax.grad(lambda w, x: jnp.sum(jnp.sin(3 * mapped(w, x)))), args
+
+    with jax.set_mesh(mesh):
+        place = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
+        x = jax.random.normal(jax.random.key(2), (128, 64))
+        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
+        args = jax.device_put(params, place), x
+        found = jc.plan_step(make_step, budget="1GiB")
+        assert found.actions["dot_general.0"] == jc.Save()
+        if kind == "Explicit":  # jax does not take there what measures it
+            return
+        effects = jc.sensitivity(make_step)
+        exact, rounded = (
+            jax.jit(make_step(policy)[0])(*args)
+            for policy in (jc.Policy(), jc.policies.int4())
+        )
+        actions = dict.fromkeys(effects.effects, jc.Quantized(4))
+        # Measured by one probe of a sum of squares.
+        assert relative(rounded, exact) == pytest.approx(
+            effects.error(actions), rel=0.3
+        )
+
+
+def test_a_state_with_a_random_key():
+    """What is differentiated of a block's input are its numbers."""
+
+    def block(w, state):
+        x, key = state
+        return jnp.sin(x @ w), jax.random.split(key)[0]
+
+    state = of(64, 64), jax.eval_shape(lambda: jax.random.key(0))
+    found = jc.plan(block, of(64, 64), state, layers=2, budget="1GiB")
+    assert found.error == 0
+
+
+def test_a_number_is_an_argument():
+    found = jc.plan(lambda w, x: jnp.sin(x * w), jnp.float32(2), 3.0, budget="1GiB")
+    assert found.error == 0
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_weights_lie_on_several_devices(kind):
     """Each of two has half of the layers' weights, and of their gradients."""
     types = (jax.sharding.AxisType[kind],)

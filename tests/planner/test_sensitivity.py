@@ -507,8 +507,9 @@ def test_what_is_refused(found):
             found.policy(bits)
     with pytest.raises(ValueError, match="actions must map each of x, .*to a codec"):
         found.bits({"x": jc.Quantized(4)})
-    with pytest.raises(ValueError, match="actions must map names to actions, got"):
-        found.error({"x": 4})
+    for read in (found.error, found.under):
+        with pytest.raises(ValueError, match="actions must map names to actions, got"):
+            read({"x": 4})
 
 
 def test_it_can_be_read(found):
