@@ -121,7 +121,6 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
         if op.kind == "reduce_sum" or (through and not summed.isdisjoint(op.outs)):
             summed.update(op.reads)
     made_by = {value: op for op in graph.ops for value in op.outs}
-    size = {v: graph.avals[narrow(v, made_by)].size for v in range(len(graph.avals))}
     whole: dict[int, int] = {}  # value -> what it is a multiple of, row by row
     normed: set[int] = set()
     products: list[tuple[int, ...]] = []
@@ -131,17 +130,16 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
         if is_square(op) and not summed.isdisjoint(op.outs):
             normed.update(of)
         elif op.kind in ("mul", "div") and len(of) == 2:
-            (a, b), (first, second) = of, op.reads
-            if size[second] < size[first]:
+            a, b = of
+            first, second = (graph.avals[narrow(v, made_by)].size for v in op.reads)
+            if second < first:
                 whole[op.outs[0]] = a
-            elif size[first] < size[second] and op.kind == "mul":
+            elif first < second and op.kind == "mul":
                 whole[op.outs[0]] = b
             elif op.outs[0] in summed & given and a != b:
                 products.append((a, b))
-        elif (
-            len(of) == 2 and _is_of_rows(op) and op.outs[0] in given and of[0] != of[1]
-        ):
-            products.append((of[0], of[1], op.outs[0]))
+        elif len({*of}) == 2 and _is_of_rows(op) and op.outs[0] in given:
+            products.append((*of, op.outs[0]))
         elif len(of) == 1 and (renames(op) or _is_scaled(op)):
             whole[op.outs[0]] = of[0]
     near = [p for p in products if not (normed.isdisjoint(p) or data.isdisjoint(p))]
