@@ -44,7 +44,7 @@ def two_functions(w, x):
 
 def longest(w, x):
     """The function goes on to where the product reads it."""
-    y = jnp.square(jax.nn.relu(x @ w["up"]))
+    y = jnp.square(jnp.tanh(x @ w["up"]))
     return (2 * y + 1).reshape(-1, 128) @ w["down"]
 
 
