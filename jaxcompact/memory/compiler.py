@@ -210,14 +210,7 @@ def _placed(
 ) -> tuple[jax.sharding.Mesh, list[Any]]:
     """A mesh of such cards like the arguments', and the arguments on it."""
     leaves, tree = jax.tree.flatten(list(args))
-    meshes = {
-        (sharding.mesh.axis_names, sharding.mesh.axis_sizes, sharding.mesh.axis_types)
-        for leaf in leaves
-        if isinstance(sharding := getattr(leaf, "sharding", None), jax.NamedSharding)
-    }
-    if len(meshes) > 1:
-        raise ValueError(f"args must be sharded over one mesh, got {list(meshes)}")
-    names, sizes, types = next(iter(meshes), (("devices",), (1,), None))
+    names, sizes, types = mesh_of(leaves)
     count = math.prod(sizes)
     if devices is not None and devices != count:
         raise ValueError(
@@ -251,6 +244,24 @@ def _placed(
         )
 
     return mesh, jax.tree.unflatten(tree, map(place, leaves))
+
+
+def mesh_of(args: Any) -> tuple[tuple[str, ...], tuple[int, ...], Any]:
+    """Axes, their sizes and types, of the arguments' mesh, or of `jax.set_mesh`'s.
+
+    Raises ValueError for arguments on several.
+    """
+    meshes = {
+        (sharding.mesh.axis_names, sharding.mesh.axis_sizes, sharding.mesh.axis_types)
+        for leaf in jax.tree.leaves(args)
+        if isinstance(sharding := getattr(leaf, "sharding", None), jax.NamedSharding)
+    }
+    if len(meshes) > 1:
+        raise ValueError(f"args must be sharded over one mesh, got {list(meshes)}")
+    here = jax.sharding.get_abstract_mesh()
+    if not meshes and not here.empty:
+        return here.axis_names, here.axis_sizes, here.axis_types
+    return next(iter(meshes), (("devices",), (1,), None))
 
 
 def _found(module: str) -> bool:

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,7 @@ def peak(
         raise ValueError(f"donate must be argument numbers, got {donate!r}")
     lowered = compiler.lower(step, args, card, devices, donate)
     kinds = dict(_arguments(step, args))
-    count = _count(args)
+    count = math.prod(compiler.mesh_of(args)[1])
     key = _key(lowered, card, kinds, count)
     if (cached := _load(key)) is not None:
         return cached
@@ -162,12 +163,6 @@ def peak(
     )
     _store(key, found)
     return found
-
-
-def _count(args: Any) -> int:
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
-    named = (s for s in shardings if isinstance(s, jax.NamedSharding))
-    return next((s.mesh.size for s in named), 1)
 
 
 def _arguments(step: Callable, args: Sequence[Any]) -> Iterator[tuple[str, str]]:

@@ -61,3 +61,20 @@ def test_while_a_mesh_of_this_machine_is_set():
     assert (
         found.peak_bytes == jc.memory.peak(step, x).peak_bytes >= 2 * 4 * 64 * 64 // 4
     )
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_that_is_set_is_that_of_plain_arguments(axis_type):
+    """As it runs: what the step itself shares is shared."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+
+    def step(x):
+        return jax.shard_map(double, in_specs=jax.P("data"), out_specs=jax.P("data"))(x)
+
+    with jax.set_mesh(mesh):
+        x = S((64, 64), F32)
+        if axis_type == AxisType.Explicit:  # which must say how it lies
+            x = S(x.shape, F32, sharding=NamedSharding(mesh, jax.P("data")))
+        found = jc.memory.peak(step, x)
+    assert found.devices == 4
+    assert found.output_bytes < 4 * 64 * 64
