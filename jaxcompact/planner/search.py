@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcompact import policies
-from jaxcompact.checkpoint import Params, as_tuple, checkpoint
+from jaxcompact.checkpoint import TRACERS, Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
 from jaxcompact.memory.cards import find_device, here, present
 from jaxcompact.memory.functions import require_function
@@ -274,6 +275,11 @@ def scan_step(
 ) -> Callable[[Any], tuple[Callable, tuple]]:
     """The gradient of a scan over ``layers`` blocks, for one policy."""
     require_function("block", block)
+    if isinstance(block, FunctionType) and block in TRACERS:
+        raise ValueError(
+            f"block must be the function itself, got {block.__name__!r}, which "
+            f"jc.checkpoint has wrapped already"
+        )
     count = len(args)
     numbers = {n % count for n in as_tuple(params) if count and isinstance(n, int)}
     kinds = tuple(kind for kind in as_tuple(params) if isinstance(kind, type))

@@ -248,6 +248,11 @@ def test_what_is_refused(plan, options, message):
         plan(**options)
 
 
+def test_a_block_that_is_checkpointed_already():
+    with pytest.raises(ValueError, match="the function itself, got 'block', which jc"):
+        jc.plan(jc.checkpoint(block, params=0), PARAMS, X, budget="1GiB")
+
+
 def test_a_block_that_does_not_map_its_input_to_one_like_it():
     def head(params, x):
         return x @ params["gate"]
