@@ -256,6 +256,7 @@ def test_compiled_for_hopper(name):
     assert all(registers <= most and not spilled for registers, spilled in found), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [8, 4])
 def test_as_many_groups_as_shared_memory_holds(groups):
     """Of 256 float32: three."""

@@ -594,8 +594,13 @@ def branched(w, x):
     return jax.lax.cond(x[0, 0, 0] > 0, lambda x: x + jnp.tanh(x @ w["in"]), other, x)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("fun", [recurrent, chunked, branched])
-@pytest.mark.parametrize("max_error", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize(
+    "max_error", [0.0, *(pytest.param(e, marks=SLOW) for e in (0.02, 0.2))]
+)
 def test_blocks_with_loops_and_branches(fun, max_error, monkeypatch, tmp_path):
     """The layers of a scan, and one whose input is data."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))

@@ -221,6 +221,7 @@ def test_a_plan_counts_with_it(found, exact, limit):
 
 
 # To first order, which the larger error leaves: see below.
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "near"), [(0.03, 0.1), (0.2, 0.25)])
 def test_what_is_made_again_of_what_is_encoded(limit, near, tmp_path, monkeypatch):
     """Seven sums of a block come of x: as it is encoded, so are they, which moves the
