@@ -82,11 +82,9 @@ class _Facts:
         return list(op.outs) if through and all(map(self.is_positive, op.ins)) else []
 
     def is_positive(self, value: int | Literal) -> bool:
-        return (
-            _is_above(value, 0)
-            if isinstance(value, Literal)
-            else value in self.positive
-        )
+        if isinstance(value, Literal):
+            return _is_above(value, 0)
+        return value in self.positive
 
 
 def _is_above(constant: Literal, bound: float) -> bool:

@@ -4,6 +4,7 @@ A kernel does both from one reading of such a tensor. Others may read it as well
 what an elementwise function reads, it is in memory anyway, for its sums to be known.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -95,9 +96,9 @@ def find_norms(
         statistics = tuple(v for v in inner if v in stored)
         read_on = [v for v in inner if not inside.issuperset(readers[v])]
         later = _readers_of(read_on, graph, inside)
-        small = graph.avals[source].size // graph.avals[source].shape[-1]
+        rows = math.prod(graph.avals[source].shape[:-1])
         values = [*read_on, *(v for op in later for v in op.outs)]
-        if any(graph.avals[v].size > small for v in values):
+        if any(graph.avals[v].size > rows for v in values):
             return None
         if not ({*values} - {*read_on}).isdisjoint(parameters):
             return None

@@ -148,12 +148,12 @@ class Policy:
             return Compress(self.default).decide(tensor)
         if not isinstance(self.default, Action):
             return self.default.decide(tensor)
-        if self.rounds and _decides(tensor):
+        if self._rounds and _decides(tensor):
             return Compress(Save()).decide(tensor)
         return self.default, "default"
 
     @property
-    def rounds(self) -> bool:
+    def _rounds(self) -> bool:
         """Whether one of its rules does."""
         actions = (action for _, action in self.rules)
         return any(isinstance(a, Codec) and not isinstance(a, _EXACT) for a in actions)

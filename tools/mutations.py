@@ -172,14 +172,14 @@ MUTATIONS = [
     Mutation(
         "a rule that rounds leaves decisions to its default",
         "jaxcompact/policy.py",
-        "if self.rounds and _decides(tensor):",
+        "if self._rounds and _decides(tensor):",
         "if False:",
         "tests/test_decisions.py::test_decisions_beside_a_rule_that_rounds",
     ),
     Mutation(
         "a kernel takes a norm inside which others read",
         "jaxcompact/norms.py",
-        "if any(graph.avals[v].size > small for v in values):",
+        "if any(graph.avals[v].size > rows for v in values):",
         "if False:",
         "tests/test_norms.py::test_what_is_none[middle_read_elsewhere]",
     ),

@@ -151,11 +151,8 @@ def function_of(
     xs are of one kind, parameters ``[width]`` along its last axis, or ``[1, width]``.
     Raises `Refused` for a function that a kernel can't evaluate.
     """
-    jaxpr, shape, own = (
-        _traced(f, *[xs[0]] * len(xs), *parameters),
-        xs[0].shape,
-        len(xs),
-    )
+    jaxpr = _traced(f, *[xs[0]] * len(xs), *parameters)
+    shape, own = xs[0].shape, len(xs)
     if closes_over_arrays(jaxpr):
         raise Refused("f must close over no arrays")
     every, env, inputs = tuple(range(len(shape))), {}, []

@@ -49,7 +49,7 @@ def swiglu(gate, up):
 
 
 def biased(gate, up, bias):
-    return swiglu(gate + bias.reshape(1, 1, -1), up)
+    return swiglu(gate + bias, up)
 
 
 def pair(*shape):
@@ -155,12 +155,12 @@ def test_within_a_shard_map_over_another_axis(parts):
     ("spec", "part", "along"),
     [
         (P("a", "b"), (24, 256), P()),
-        (P("b", None, "a"), (48, 128), P("a")),
+        (P("b", None, "a"), (48, 128), P(None, None, "a")),
         (P("b", None, "a"), (48, 128), P()),
     ],
 )
 def test_activations(spec, part, along, set_mesh, parts):
-    xs, (bias, _) = pair(4, 24, 256), pair(256)
+    xs, (bias, _) = pair(4, 24, 256), pair(1, 1, 256)
 
     def run(*arrays, **which):
         *xs, bias = arrays
