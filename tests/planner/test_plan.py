@@ -5,7 +5,6 @@ import json
 import math
 import re
 from functools import cache
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +12,8 @@ import pytest
 from flax import nnx
 
 import jaxcompact as jc
-from jaxcompact.planner import candidates, search
-from jaxcompact.planner.block import block_of
-from jaxcompact.planner.effects import noise
-from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import CODECS, problem_of
+from tests.planner.blocks import FF, LAYERS, PARAMS, D, X, block, of, relative
 
-MIB = 2**20
-D, FF, LAYERS = 512, 1408, 8
-
-
-def block(params, x):
-    y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-    h = jax.nn.silu(y @ params["gate"]) * (y @ params["up"])
-    return x + h @ params["down"]
-
-
-def of(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-PARAMS = {"gate": of(D, FF), "up": of(D, FF), "down": of(FF, D)}
-X = of(8192, D)
 HUGE = 10**400  # no float
 MADE_UP = jc.Plan("block", {"x": jc.Save()}, "h200", 2**30, 0.0, 2**20, 0.0, 2**21)
 
@@ -71,11 +50,6 @@ def gradient(policy):
     x = jax.random.normal(keys[3], (64, D))
     fun = block if policy is None else jc.checkpoint(block, policy=policy, params=0)
     return jax.grad(lambda p: jnp.square(fun(p, x)).mean())(params)
-
-
-def relative(a, b):
-    a, b = (jnp.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
 
 
 @pytest.mark.slow
@@ -275,140 +249,6 @@ def test_arguments_of_a_block(args, params, message):
         jc.plan(block, *args, params=params)
 
 
-def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
-    seen = []
-
-    def make_step(policy):
-        seen.append(policy)
-        wrapped = jc.checkpoint(block, policy=policy, params=0)
-
-        def step(params, x):
-            grads = jax.grad(lambda p: wrapped(p, x).sum().astype(jnp.float32))(params)
-            return jax.tree.map(lambda p, g: p - g, params, grads)
-
-        return jax.jit(step, donate_argnums=0), (PARAMS, X)
-
-    lines = []
-    found = jc.plan_step(make_step, budget="160MiB", progress=lines.append)
-    traced, sized, *compiled = seen
-    assert len(compiled) == len(lines) and found in compiled
-    assert found.peak_bytes <= 160 * MIB
-
-
-# The block's layers can store 0 (with the host's help), 14.125, 55.625, 64.375, ...,
-# 231.625, 240.125, 278.625, ... and 416.125 MiB, the more the faster, beside 41 MiB of
-# arguments.
-@pytest.mark.parametrize(
-    ("budget", "beside", "stored"),
-    [
-        pytest.param(500, [41], [416.125], id="all fits"),
-        pytest.param(970.5, [905, 905], [416.125, 55.625], id="with a margin"),
-        pytest.param(382, [141, 141], [278.625, 240.125], id="much left by a margin"),
-        pytest.param(
-            382, [141, 143, 143], [278.625, 240.125, 231.625], id="just above"
-        ),
-        pytest.param(
-            382, [141, 160, 160], [278.625, 240.125, 190.125], id="by the most beside"
-        ),
-        pytest.param(
-            382,
-            [141, 160, 200, 200],
-            [278.625, 240.125, 190.125, 14.125],
-            id="not understood",
-        ),
-        pytest.param(382, [91, 91], [278.625], id="the first fits"),
-        pytest.param(382, [61, 61], [278.625], id="a faster one would not"),
-        pytest.param(500, [600, 485], [416.125, 14.125], id="just possible"),
-        pytest.param(500, [600, 490, 490], [416.125, 14.125, 0], id="with the host"),
-    ],
-)
-def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
-    """By what their programs take beside what they store."""
-    tried = []
-
-    def stored_alone(asked, chosen, layers):
-        return layers * sum(option.nbytes for option in chosen if option)
-
-    def peak(step, *args, device):
-        tried.append(steps[-1].nbytes * LAYERS / MIB)
-        return SimpleNamespace(
-            peak_bytes=int((tried[-1] + beside[len(tried) - 1]) * MIB)
-        )
-
-    def make_step(policy):
-        steps.append(policy)
-        return scanned(policy)
-
-    steps, scanned = [], search.scan_step(block, (PARAMS, X), LAYERS, 0)
-    monkeypatch.setattr(search, "peak", peak)
-    monkeypatch.setattr(candidates, "alive", stored_alone)
-    found = jc.plan_step(make_step, layers=LAYERS, budget=f"{budget}MiB")
-    assert tried == stored
-    assert found.nbytes * LAYERS / MIB == stored[-1]
-
-
-def test_arguments_lie_on_several_devices(tmp_path, monkeypatch):
-    """Of what an optimizer knows, a fourth is here, and seen to fit at once."""
-    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
-    types = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=types)
-    sharding = jax.NamedSharding(mesh, jax.P("data"))
-    moments = jax.ShapeDtypeStruct((2**14, 2**14), jnp.bfloat16, sharding=sharding)
-    scanned = search.scan_step(block, (PARAMS, X), LAYERS, 0)
-
-    def make_step(policy):
-        step, args = scanned(policy)
-        return lambda state, *args: (step(*args), state), (moments, *args)
-
-    lines = []
-    found = jc.plan_step(
-        make_step, layers=LAYERS, budget="800MiB", progress=lines.append
-    )
-    assert found.seconds == 0 and len(lines) == 1  # 512 MiB, and 457 beside them
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_block_in_a_shard_map(kind, tmp_path, monkeypatch):
-    """Whose weights two devices share; what rounding does to it is measured."""
-    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
-    types = (jax.sharding.AxisType[kind],)
-    mesh = jax.make_mesh((2,), ("d",), axis_types=types)
-    params = {
-        "up": jax.random.normal(jax.random.key(0), (64, 256)) / 8,
-        "down": jax.random.normal(jax.random.key(1), (256, 64)) / 16,
-    }
-    specs = {"up": jax.P(None, "d"), "down": jax.P("d")}
-
-    def shared(w, x):
-        return x + jax.lax.psum(jax.nn.gelu(x @ w["up"]) @ w["down"], "d")
-
-    def make_step(policy):
-        wrapped = jc.checkpoint(shared, policy=policy, params=0)
-        mapped = jax.shard_map(wrapped, in_specs=(specs, jax.P()), out_specs=jax.P())
-        return jax.grad(lambda w, x: jnp.sum(jnp.sin(3 * mapped(w, x)))), args
-
-    with jax.set_mesh(mesh):
-        place = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
-        x = jax.random.normal(jax.random.key(2), (128, 64))
-        x = jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
-        args = jax.device_put(params, place), x
-        found = jc.plan_step(make_step, budget="1GiB")
-        assert found.actions["dot_general.0"] == jc.Save()
-        if kind == "Explicit":  # jax does not take there what measures it
-            return
-        effects = jc.sensitivity(make_step)
-        exact, rounded = (
-            jax.jit(make_step(policy)[0])(*args)
-            for policy in (jc.Policy(), jc.policies.int4())
-        )
-        actions = dict.fromkeys(effects.effects, jc.Quantized(4))
-        # Measured by one probe of a sum of squares.
-        assert relative(rounded, exact) == pytest.approx(
-            effects.error(actions), rel=0.3
-        )
-
-
 def test_a_state_with_a_random_key():
     """What is differentiated of a block's input are its numbers."""
 
@@ -424,57 +264,6 @@ def test_a_state_with_a_random_key():
 def test_a_number_is_an_argument():
     found = jc.plan(lambda w, x: jnp.sin(x * w), jnp.float32(2), 3.0, budget="1GiB")
     assert found.error == 0
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_weights_lie_on_several_devices(kind):
-    """Each of two has half of the layers' weights, and of their gradients."""
-    types = (jax.sharding.AxisType[kind],)
-    mesh = jax.sharding.AbstractMesh((2,), ("tensor",), axis_types=types)
-
-    def shared(x, *spec):
-        place = jax.NamedSharding(mesh, jax.P(*spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-    def of_types(params, x):
-        place = jax.typeof(x).sharding
-        y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-        h = jax.nn.silu(y @ params["gate"]) * (y @ params["up"])
-        return x + jnp.matmul(h, params["down"], out_sharding=place)
-
-    params = {name: shared(PARAMS[name], None, "tensor") for name in ("gate", "up")}
-    params["down"] = shared(PARAMS["down"], "tensor")
-    fun = of_types if kind == "Explicit" else block
-    [step, args] = search.scan_step(fun, (params, shared(X)), LAYERS, 0)(jc.Policy())
-    weights = LAYERS * 3 * 2 * D * FF
-    found = jc.memory.peak(step, *args)
-    assert found.breakdown["inputs"] == weights // 2 + 2 * X.size
-    pointers = 3 * 8
-    assert found.breakdown["outputs"] == weights // 2 + pointers
-
-
-@pytest.mark.parametrize("count", [4, 64])
-def test_values_lie_on_several_devices(count):
-    """Whose types say so: the problem is that of one device's part."""
-    card = jc.memory.devices()["h200"]
-
-    def asked(*args):
-        make_step = search.scan_step(block, args, LAYERS, 0)
-        return problem_of(make_step, card, 0.2, None, CODECS)[1]
-
-    types = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.sharding.AbstractMesh((count,), ("data",), axis_types=types)
-
-    def shared(x, *spec):
-        place = jax.NamedSharding(mesh, jax.P(*spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
-
-    one = asked(PARAMS, X)
-    parts = asked(jax.tree.map(shared, PARAMS), shared(of(count * 8192, D), "data"))
-    assert [i.options for i in parts.items] == [i.options for i in one.items]
-    assert [*parts.runs.values()] == [*one.runs.values()] and sum(one.runs.values()) > 0
-    assert parts.stages.cotangents == one.stages.cotangents
-    assert [*parts.stages.sizes.values()] == [*one.stages.sizes.values()]
 
 
 def test_a_module_is_a_parameter(tmp_path, monkeypatch):
@@ -517,138 +306,3 @@ def test_the_budget_that_is_asked_for_is_enough(plan):
     [least] = re.findall(r"must be (.*) or more", str(refused.value))
     found = plan(least.replace(" ", ""))
     assert found.peak_bytes <= found.budget
-
-
-def test_what_is_no_step():
-    rule = r"make_step must return \(step, args\), a function and a tuple, got "
-    with pytest.raises(ValueError, match=f"^{rule}int$"):
-        jc.plan_step(lambda policy: 3)
-    with pytest.raises(ValueError, match=rf"^{rule}\(.*, ShapeDtypeStruct\)$"):
-        jc.plan_step(lambda policy: (jnp.sin, X))
-
-
-def test_a_step_without_a_block():
-    def make_step(policy):
-        return jnp.sin, (X,)
-
-    with pytest.raises(ValueError, match="checkpoints one block .*, got none"):
-        jc.plan_step(make_step)
-
-
-def test_a_step_of_two_blocks():
-    def make_step(policy):
-        def loss(w, x):
-            for name in ("first", "second"):
-                fun = lambda w, x: jnp.tanh(x @ w)  # noqa: E731
-                fun.__name__ = name
-                x = jc.checkpoint(fun, policy=policy, params=0)(w, x)
-            return x.sum().astype(jnp.float32)
-
-        return jax.grad(loss), (of(D, D), X)
-
-    with pytest.raises(ValueError, match="one block .* got 'first', 'second'"):
-        jc.plan_step(make_step)
-
-
-@pytest.mark.parametrize(("shapes", "one"), [((64, 64), True), ((64, 32), False)])
-def test_layers_that_are_not_in_a_scan(shapes, one):
-    """Alike, they share a plan."""
-
-    def make(policy):
-        def layer(w, x):
-            return jnp.tanh(x @ w)
-
-        def loss(ws, x):
-            for w in ws:
-                x = jc.checkpoint(layer, policy=policy, params=0)(w, x)
-            return x.sum().astype(jnp.float32)
-
-        return jax.grad(loss), ([of(64, n) for n in shapes], of(8, 64))
-
-    if one:
-        assert block_of(make, jc.policies.int4(), "make").traced.label == "layer"
-    else:
-        with pytest.raises(ValueError, match="one block .* got 'layer' in 2 forms"):
-            block_of(make, jc.policies.int4(), "make")
-
-
-def recurrent(w, x):
-    """Time, batch and width; what is kept of its scan depends on what moves."""
-
-    def cell(h, x):
-        h = jnp.tanh(x @ w["in"] + h @ w["state"])
-        return h, h
-
-    _, hs = jax.lax.scan(cell, jnp.zeros_like(x[0]), x)
-    return x + hs
-
-
-def chunked(w, x):
-    return x + jax.lax.map(lambda rows: jnp.sin(rows @ w["in"]) @ w["state"], x)
-
-
-def branched(w, x):
-    def other(x):
-        return x + jnp.sin(x @ w["state"])
-
-    return jax.lax.cond(x[0, 0, 0] > 0, lambda x: x + jnp.tanh(x @ w["in"]), other, x)
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("fun", [recurrent, chunked, branched])
-@pytest.mark.parametrize(
-    "max_error", [0.0, *(pytest.param(e, marks=SLOW) for e in (0.02, 0.2))]
-)
-def test_blocks_with_loops_and_branches(fun, max_error, monkeypatch, tmp_path):
-    """The layers of a scan, and one whose input is data."""
-    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
-    keys = jax.random.split(jax.random.key(0), 3)
-    w = {
-        n: jax.random.normal(k, (64, 64)) / 8
-        for n, k in zip(["in", "state"], keys[:2], strict=True)
-    }
-    x = jax.random.normal(keys[2], (16, 4, 64))
-    found = jc.plan(
-        fun, w, x, layers=3, max_error=max_error, progress=lambda line: None
-    )
-    assert found.error <= max_error
-    inside = {type(a) for n, a in found.actions.items() if "/" in n}
-    assert (jc.Quantized in inside) == (max_error > 0)
-
-    def gradients(policy, of):
-        small = jc.checkpoint(fun, policy=policy, params=0)
-        loss = lambda w, x: jnp.square(small(w, small(w, x))).mean()  # noqa: E731
-        return jax.grad(loss, of)(w, x)
-
-    for of in (0, 1, (0, 1)):
-        error = relative(gradients(found, of), gradients(jc.Policy(), of))
-        assert error < (2 * max_error or 1e-6), of
-
-
-def test_without_error_loops_inside_are_exact_too():
-    def looped(w, x):
-        def step(y, _):
-            return jnp.sin((x + y) @ w), None
-
-        y, _ = jax.lax.scan(step, jnp.zeros_like(x), length=2)
-        return x + y
-
-    def make_step(policy):
-        wrapped = jc.checkpoint(looped, policy=policy, params=0)
-        loss = lambda w, x: wrapped(w, x).sum().astype(jnp.float32)  # noqa: E731
-        return jax.grad(loss, (0, 1)), (of(64, 64), of(512, 64))
-
-    def planned(max_error):
-        card = jc.memory.devices()["h200"]
-        _, asked = problem_of(make_step, card, max_error, None, CODECS)
-        return asked, solve(asked, noise=max_error**2, smallest=True)
-
-    exact, lossy = planned(0.0), planned(0.2)
-    assert not any(isinstance(a, jc.Quantized) for a in exact[0].actions.values())
-    assert any(isinstance(a, jc.Quantized) for a in lossy[0].actions.values())
-    inside = [a for a in lossy[0].actions.values() if isinstance(a, jc.Quantized)]
-    assert lossy[0].noise == pytest.approx(sum(map(noise, inside)))  # of each once
-    assert exact[1].noise == 0 < lossy[0].noise <= lossy[1].noise
-    assert solve(lossy[0], noise=lossy[0].noise / 2) is None

@@ -1,0 +1,26 @@
+"""A block to be planned, and the arguments of its step."""
+
+import jax
+import jax.numpy as jnp
+
+MIB = 2**20
+D, FF, LAYERS = 512, 1408, 8
+
+
+def block(params, x):
+    y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    h = jax.nn.silu(y @ params["gate"]) * (y @ params["up"])
+    return x + h @ params["down"]
+
+
+def of(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+PARAMS = {"gate": of(D, FF), "up": of(D, FF), "down": of(FF, D)}
+X = of(8192, D)
+
+
+def relative(a, b):
+    a, b = (jnp.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))

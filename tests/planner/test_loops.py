@@ -1,0 +1,93 @@
+"""Plans of blocks with loops and branches."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcompact as jc
+from jaxcompact.planner.effects import noise
+from jaxcompact.planner.milp import solve
+from jaxcompact.planner.problem import CODECS, problem_of
+from tests.planner.blocks import of, relative
+
+
+def recurrent(w, x):
+    """Time, batch and width; what is kept of its scan depends on what moves."""
+
+    def cell(h, x):
+        h = jnp.tanh(x @ w["in"] + h @ w["state"])
+        return h, h
+
+    _, hs = jax.lax.scan(cell, jnp.zeros_like(x[0]), x)
+    return x + hs
+
+
+def chunked(w, x):
+    return x + jax.lax.map(lambda rows: jnp.sin(rows @ w["in"]) @ w["state"], x)
+
+
+def branched(w, x):
+    def other(x):
+        return x + jnp.sin(x @ w["state"])
+
+    return jax.lax.cond(x[0, 0, 0] > 0, lambda x: x + jnp.tanh(x @ w["in"]), other, x)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("fun", [recurrent, chunked, branched])
+@pytest.mark.parametrize(
+    "max_error", [0.0, *(pytest.param(e, marks=SLOW) for e in (0.02, 0.2))]
+)
+def test_blocks_with_loops_and_branches(fun, max_error, monkeypatch, tmp_path):
+    """The layers of a scan, and one whose input is data."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {
+        n: jax.random.normal(k, (64, 64)) / 8
+        for n, k in zip(["in", "state"], keys[:2], strict=True)
+    }
+    x = jax.random.normal(keys[2], (16, 4, 64))
+    found = jc.plan(
+        fun, w, x, layers=3, max_error=max_error, progress=lambda line: None
+    )
+    assert found.error <= max_error
+    inside = {type(a) for n, a in found.actions.items() if "/" in n}
+    assert (jc.Quantized in inside) == (max_error > 0)
+
+    def gradients(policy, wrt):
+        small = jc.checkpoint(fun, policy=policy, params=0)
+        loss = lambda w, x: jnp.square(small(w, small(w, x))).mean()  # noqa: E731
+        return jax.grad(loss, wrt)(w, x)
+
+    for wrt in (0, 1, (0, 1)):
+        error = relative(gradients(found, wrt), gradients(jc.Policy(), wrt))
+        assert error < (2 * max_error or 1e-6), wrt
+
+
+def test_without_error_loops_inside_are_exact_too():
+    def looped(w, x):
+        def step(y, _):
+            return jnp.sin((x + y) @ w), None
+
+        y, _ = jax.lax.scan(step, jnp.zeros_like(x), length=2)
+        return x + y
+
+    def make_step(policy):
+        wrapped = jc.checkpoint(looped, policy=policy, params=0)
+        loss = lambda w, x: wrapped(w, x).sum().astype(jnp.float32)  # noqa: E731
+        return jax.grad(loss, (0, 1)), (of(64, 64), of(512, 64))
+
+    def planned(max_error):
+        card = jc.memory.devices()["h200"]
+        _, asked = problem_of(make_step, card, max_error, None, CODECS)
+        return asked, solve(asked, noise=max_error**2, smallest=True)
+
+    exact, lossy = planned(0.0), planned(0.2)
+    assert not any(isinstance(a, jc.Quantized) for a in exact[0].actions.values())
+    assert any(isinstance(a, jc.Quantized) for a in lossy[0].actions.values())
+    inside = [a for a in lossy[0].actions.values() if isinstance(a, jc.Quantized)]
+    assert lossy[0].noise == pytest.approx(sum(map(noise, inside)))  # of each once
+    assert exact[1].noise == 0 < lossy[0].noise <= lossy[1].noise
+    assert solve(lossy[0], noise=lossy[0].noise / 2) is None
