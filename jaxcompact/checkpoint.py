@@ -195,15 +195,12 @@ class _Call:
 
     def input_names(self) -> list[str]:
         """``"params/w1"``: the argument's name and the leaf's path."""
-        try:
-            signature = [*inspect.signature(self.fun).parameters.values()]
-        except (TypeError, ValueError):
-            signature = []
-        plain = [p.name for p in signature if p.kind < inspect.Parameter.VAR_POSITIONAL]
+        plain = positional(self.fun)
+        place_of = getattr(self.fun, "place_of", lambda argument, *inside: None)
         names = []
         for path, _ in leaves_with_path(self.dynamic):
             (_, argument, *rest) = path
-            name = argument.key
+            name, rest = place_of(argument.key, *rest) or (argument.key, rest)
             if isinstance(name, int):
                 name = plain[name] if name < len(plain) else f"argument.{name}"
             inside = path_name(tuple(rest))
@@ -213,9 +210,13 @@ class _Call:
     def parameters(self, params: tuple[int | type, ...]) -> list[bool]:
         """Which leaves belong to parameters."""
         types = (SketchedKernel, *(p for p in params if isinstance(p, type)))
-        numbers = set()
+        numbers: set[int | str] = set()
         for p in params:
             if isinstance(p, int):
+                named = positional(self.fun)[p:] if p >= self.count else []
+                if named and named[0] in self.dynamic[1]:  # given by its name
+                    numbers.add(named[0])
+                    continue
                 if not -self.count <= p < self.count:
                     raise ValueError(
                         f"params must be below the number of arguments {self.count}, "
@@ -234,6 +235,15 @@ class _Call:
             said = is_type(node) or path[1].key in numbers
             mask += [said] * len(jax.tree.leaves(node))
         return mask
+
+
+def positional(fun: Callable) -> list[str]:
+    """The names of the arguments that may be given by their place, if it tells them."""
+    try:
+        given = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in given if p.kind < inspect.Parameter.VAR_POSITIONAL]
 
 
 def _trace(

@@ -106,7 +106,8 @@ def explain(
 ) -> Explanation:
     """What a policy does with every tensor of ``fun(*args, **kwargs)``, and why.
 
-    ``fun`` is what `checkpoint` returned, or a plain function with a policy for it.
+    ``fun`` is what `checkpoint` or `jaxcompact.nnx.checkpoint` returned, or a plain
+    function with a policy for it, in which nothing is checkpointed yet.
     Arguments may be `jax.ShapeDtypeStruct`s: nothing is computed. All floating point
     inputs count as differentiated.
 

@@ -1,6 +1,7 @@
 """Flax Linen: a drop-in `Dense`, and `checkpoint` for modules."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +66,8 @@ def checkpoint(
 
     ``target`` is a module class or a function whose first argument is a module, which
     counts as argument 0 of ``static_argnums``. Arrays among the arguments may be
-    encoded; variables never are. See `jaxcompact.checkpoint`.
+    encoded; variables never are. `jaxcompact.explain` takes the plain module, as
+    ``lambda v, x: Block().apply(v, x)`` with ``params=0``. See `jaxcompact.checkpoint`.
 
     >>> import jax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -77,19 +79,29 @@ def checkpoint(
     ...     "params"]["bias"].shape
     (64,)
     """
-    module = isinstance(target, type) and issubclass(target, nn.Module)
+    of = target.func if isinstance(target, functools.partial) else target
+    module = isinstance(of, type) and issubclass(of, nn.Module)
     if not module and (not callable(target) or isinstance(target, type | nn.Module)):
         raise ValueError(f"target must be a module class or a function, got {target!r}")
     numbers = static_numbers(static_argnums)
 
+    if module:
+        methods = ("__call__",) if methods is None else methods
+        methods = {name: {"called": getattr(of, name)} for name in methods}
+
     # Its name is part of those of the submodules it makes, as in `nn.remat`.
-    def checkpoint(fn: Any) -> Any:
+    def checkpoint(fn: Any, called: Callable = of) -> Any:
+        label = getattr(called, "__qualname__", repr(called)).split("<locals>.")[-1]
+        label = label.removesuffix(".__call__")
+
         def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
+            @functools.wraps(called)
             def pure(variable_groups, rng_groups, *args, **kwargs):
                 scope = scope_fn(variable_groups, rng_groups)
                 return fn(scope, *args, **kwargs), repack_fn(scope)
 
-            # Two groups of the scope stand in the module's place.
+            pure.__name__ = label
+            pure.place_of = _place_of
             static = [n + 1 for n in places(numbers, 1 + len(args))]
             run = functional_checkpoint(
                 pure,
@@ -112,3 +124,10 @@ def checkpoint(
         return unless_new
 
     return nn.transforms.lift_transform(checkpoint, target, methods=methods)
+
+
+def _place_of(argument: int | str, *inside: Any) -> tuple[int | str, tuple]:
+    """Whose argument it is: two groups of the scope stand in the module's place."""
+    if isinstance(argument, int):
+        argument = ("variables", "rngs")[argument] if argument < 2 else argument - 1
+    return argument, inside

@@ -10,7 +10,13 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from jaxcompact import subspace as functional
-from jaxcompact.checkpoint import RECOMPUTE, places, static_numbers
+from jaxcompact.checkpoint import (
+    RECOMPUTE,
+    TRACERS,
+    places,
+    positional,
+    static_numbers,
+)
 from jaxcompact.checkpoint import checkpoint as functional_checkpoint
 from jaxcompact.kernels.explicit import typed
 from jaxcompact.linear import linear
@@ -67,9 +73,9 @@ def value_and_grad(
     """`flax.nnx.value_and_grad`, with sketched gradients for kernels in ``subspace``.
 
     Returns ``wrapped(model, *args, step, **kwargs) -> (value, grads)``; ``grads`` is a
-    `flax.nnx.State` for `flax.nnx.Optimizer.update`. Other state of the model (batch
-    statistics, RNG counts) is updated in place as Flax does; modules and `Rngs` among
-    the other arguments can be read but not changed. See `jaxcompact.value_and_grad`.
+    `flax.nnx.State` for `flax.nnx.Optimizer.update`. All other state, of the model
+    (batch statistics, RNG counts) and of modules and `Rngs` among the other arguments,
+    is updated in place as Flax does. See `jaxcompact.value_and_grad`.
 
     >>> import jax, optax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -90,19 +96,27 @@ def value_and_grad(
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {fun!r}")
 
+    def of_model(path, value):
+        return path[0] == 0 and isinstance(value, nnx.Param)
+
+    others = nnx.All(nnx.Variable, nnx.Not(of_model))
+
     def wrapped(model: nnx.Module, *args, step: jax.typing.ArrayLike, **kwargs):
-        graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+        node = model, args, kwargs
+        graphdef, params, rest = nnx.split(node, of_model, ...)
 
         def loss(params):
-            model = nnx.merge(graphdef, params, rest, copy=True)
+            params = nnx.State({0: params})
+            node = nnx.merge(graphdef, params, rest, copy=True)
+            model, args, kwargs = node
             value = fun(model, *args, **kwargs)
             value, aux = value if has_aux else (value, None)
-            return value, (aux, nnx.state(model, nnx.Not(nnx.Param)))
+            return value, (aux, nnx.state(node, others))
 
         (value, (aux, changed)), grads = functional.value_and_grad(
             loss, subspace, has_aux=True
-        )(params, step=step)
-        nnx.update(model, changed)
+        )(params[0], step=step)
+        nnx.update(node, changed)
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
@@ -122,7 +136,8 @@ def checkpoint(
     NNX variables, parameters and all other state, never are. See
     `jaxcompact.checkpoint`.
 
-    Raises ValueError if ``fun`` gives a module another variable or attribute.
+    Raises ValueError for a module or a method of one in the place of ``fun``, and if it
+    gives a module another variable or attribute, or returns one that it was given.
 
     >>> import jax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -138,14 +153,21 @@ def checkpoint(
 
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {fun!r}")
+    owner = getattr(fun, "__self__", fun)
+    if isinstance(owner, nnx.Module):
+        raise ValueError(
+            f"fun must be a function that takes the module, as checkpoint(lambda m, x: "
+            f"m(x))(module, x), got {type(owner).__name__} itself or a method of it"
+        )
     numbers = static_numbers(static_argnums)
 
+    @functools.wraps(fun)
     def pure(static, variables, rest):
-        graphdef, positions, constants = static
+        graphdef, constants = static
         node = nnx.merge(graphdef, variables, rest, copy=True)
         args, kwargs = list(node[0]), node[1]
-        for position, value in zip(positions, constants, strict=True):
-            args.insert(position, value)
+        for place, value in constants:
+            args[place] = value
         outs = fun(*args, **kwargs)
         if nnx.graphdef(node) != graphdef:
             raise ValueError(
@@ -153,25 +175,36 @@ def checkpoint(
                 "variables and attributes it has, nor attributes that are no "
                 "variables: flax.nnx.remat takes such a fun"
             )
+        given = {id(part) for _, part in nnx.iter_graph(node)}
+        for _, part in nnx.iter_graph(outs):
+            if isinstance(part, nnx.Module | nnx.Variable) and id(part) in given:
+                raise ValueError(
+                    f"fun must return values, got a {type(part).__name__} that it was "
+                    f"given: flax.nnx.remat takes such a fun"
+                )
         return outs, nnx.state(node, nnx.Variable)
 
+    # A variable's path, or an array's: of (args, kwargs), and of that the argument.
+    pure.place_of = lambda _, part, argument, *inside: (argument.key, inside)
     inner = functional_checkpoint(
-        functools.wraps(fun)(pure),
-        policy=policy,
-        params=1,
-        static_argnums=0,
-        prevent_cse=prevent_cse,
+        pure, policy=policy, params=1, static_argnums=0, prevent_cse=prevent_cse
     )
+
+    def split(args, kwargs):
+        """The arguments, those that are static without, and ``inner``'s for them."""
+        count = max(len(args), len(positional(fun)))  # some may be left at defaults
+        static = sorted(n for n in places(numbers, count) if n < len(args))
+        constants = tuple((n, args[n]) for n in static)
+        node = [None if n in static else a for n, a in enumerate(args)], kwargs
+        graphdef, variables, rest = nnx.split(node, nnx.Variable, ...)
+        return node, ((graphdef, constants), variables, rest)
 
     @functools.wraps(fun)
     def wrapped(*args, **kwargs):
-        positions = tuple(sorted(places(numbers, len(args))))
-        constants = tuple(args[n] for n in positions)
-        args = [a for n, a in enumerate(args) if n not in positions]
-        node = args, kwargs
-        graphdef, variables, rest = nnx.split(node, nnx.Variable, ...)
-        outs, state = inner((graphdef, positions, constants), variables, rest)
+        node, given = split(args, kwargs)
+        outs, state = inner(*given)
         nnx.update(node, state)
         return outs
 
+    TRACERS[wrapped] = lambda args, kwargs: TRACERS[inner](split(args, kwargs)[1], {})
     return wrapped

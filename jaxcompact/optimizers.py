@@ -45,7 +45,9 @@ def in_subspace(
     float32 or wider (also where the parameters are bfloat16: a bfloat16 second moment
     with ``b2 = 0.999`` never decays). The updates have the parameters' shapes and
     dtypes. An ``inner`` that reads parameters gets ``P^T W`` for the kernels in the
-    subspace.
+    subspace, whose entries are ``sqrt(n/r)`` times those of W: what scales by the size
+    of the parameters (Adafactor unless ``multiply_by_parameter_scale=False``, LAMB,
+    LARS) takes steps so much larger, which ``alpha = (r/n) ** 0.5`` takes back.
 
     To accumulate gradients, add up those of the microbatches, as they are, and call
     update once. Or put `optax.MultiSteps` inside: its accumulator is r x m and float32,
@@ -65,15 +67,19 @@ def in_subspace(
             squares estimate. After a reset, as Adam's count goes on, updates are ``1 -
             b1``, ``1 - b1^2``, ... of their size at first. Second moments are kept:
             they hardly depend on P. First moments are the state's fields ``mu``,
-            ``trace`` and ``ema``. All else is kept as well: first moments of other
-            names (Adan's, AdEMAMix'), and the positions and sums of ``schedule_free``,
-            ``prodigy``, ``apply_every`` or ``lbfgs``, which mean nothing under a new P.
-            For those take a period that is longer than the run.
+            ``trace`` and ``ema``; one that a variance is taken around
+            (``rmsprop(centered=True)``) is reset where others are transferred. All else
+            is kept as well: first moments of other names (Adan's, AdEMAMix'), and the
+            positions and sums of ``schedule_free``, ``prodigy``, ``apply_every`` or
+            ``lbfgs``, which mean nothing under a new P. For those take a period that is
+            longer than the run.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
     ``params``, for a state of other shapes, as of another rank, and for a gradient leaf
-    that is not the sketch that the subspace makes.
+    that is not the sketch that the subspace makes, or of another shape than a parameter
+    that is not in it: several subspaces, of one key and period, go into an
+    `optax.multi_transform`, each in its own.
 
     Source: CompAct (arXiv 2410.15352), algorithm 3; Flora (arXiv 2402.03293) and LDAdam
     (arXiv 2410.16103) for the transfer.
@@ -120,7 +126,7 @@ def in_subspace(
         if not isinstance(state, SubspaceState):
             raise ValueError(f"state must be what init returned, got {state!r}")
         slots = subspace.slots(params)
-        _check_sketches(slots, updates)
+        _check_sketches(slots, updates, params)
         key = subspace.key_here()
         _check_state(inner, state, partial(_sketched, slots, key), params)
         generation = subspace.generation(state.count)
@@ -251,8 +257,8 @@ def _find(tree: Any, kind: type) -> Any:
     return next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
 
 
-def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
-    named = named_leaves(updates)
+def _check_sketches(slots: dict[str, Slot], updates: Any, params: Any) -> None:
+    named, shapes = named_leaves(updates), _shapes(params)
     if missing := slots.keys() - dict(named).keys():
         raise ValueError(f"updates: there is no gradient of {min(missing)!r}")
     for name, leaf in named:
@@ -268,6 +274,16 @@ def _check_sketches(slots: dict[str, Slot], updates: Any) -> None:
                 f"{slot.sketch_shape}, as jaxcompact.value_and_grad returns it, got "
                 f"{shape}{around}"
             )
+        if slot is None and shape != shapes.get(name, shape):
+            raise ValueError(
+                f"updates: the gradient of {name!r} must have the parameter's shape "
+                f"{shapes[name]}, got {shape}: is it in another subspace? Each of "
+                f"several goes into an optax.multi_transform"
+            )
+
+
+def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
+    return {name: jnp.shape(leaf) for name, leaf in named_leaves(params)}
 
 
 def _check_state(inner: Any, state: SubspaceState, sketched: Any, params: Any) -> None:
@@ -313,12 +329,13 @@ def _wide(x: jax.Array) -> jax.Array:
 def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
     """The inner state with its first moments taken into the new P's coordinates."""
 
-    def renew(name, m):
+    def zero(name, m):
+        return m if slots.get(name) is None else jnp.zeros_like(m)
+
+    def transferred(name, m):
         slot = slots.get(name)
         if slot is None:
             return m
-        if moment == "reset":
-            return jnp.zeros_like(m)
 
         def transfer(old_key, new_key, m_rm):
             w_nm = slot.projection.lift(old_key, m_rm, slot.width)
@@ -328,11 +345,14 @@ def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
         new_keys = slot.keys(key, new)
         return slot.map_layers(transfer, key, old, new_keys, m)
 
-    def walk(node, name=None):
+    def walk(node, name=None, moment=moment):
         if name in _FIRST_MOMENTS:
-            return map_named(renew, node)
+            return map_named(zero if moment == "reset" else transferred, node)
         if hasattr(node, "_fields"):
-            return type(node)(*map(walk, node, node._fields))
+            # Its mean squares, which are kept, must not be below the mean's square.
+            centered = type(node).__name__.startswith("ScaleByRStdDev")
+            inside = partial(walk, moment="reset" if centered else moment)
+            return type(node)(*map(inside, node, node._fields))
         if isinstance(node, tuple | list):
             return type(node)(map(walk, node))
         if isinstance(node, dict):

@@ -235,8 +235,10 @@ def value_and_grad(
     A ``step`` other than the optimizer's own count, or a subspace other than its own,
     takes the gradient in a P that the update does not lift with, which nothing can
     notice; nor that ``params`` are a part of the tree that the other one has, or hold
-    it: names begin at its root (but for Linen's "params"). Derivatives of ``grads``
-    lack what goes through x in ``P^T G``: take curvature of ``fun`` and plain kernels.
+    it: names begin at its root (but for Linen's "params"); nor a `jax.vmap` over
+    parameters around one of the two alone: vmap the whole step, or what ``fun`` does.
+    Derivatives of ``grads`` lack what goes through x in ``P^T G``: take curvature of
+    ``fun`` and plain kernels.
 
     ``fun`` must read these kernels through `jaxcompact.linear` or the layers of
     `jaxcompact.nnx` and `jaxcompact.linen`.

@@ -123,3 +123,32 @@ def test_checkpoint_leaves_state_as_the_module_does():
     )
     # 8 bits of the stored tensors of two blocks: 0.6 % each.
     assert 0.0 < jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
+
+
+def test_checkpoint_names_the_module_and_its_arguments():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, hidden, mask):
+            return jnp.tanh(nn.Dense(16)(hidden)) * mask
+
+        def plain(self, hidden):
+            return jnp.tanh(hidden)
+
+    policy = jc.Policy({"nothing": jc.Save()})
+    block = clinen.checkpoint(Block, policy=policy, methods=["__call__", "plain"])()
+    variables = block.init(jax.random.key(0), X, X)
+
+    def grad(*args, **kwargs):
+        jax.grad(lambda x: block.apply(variables, x, *args, **kwargs).sum())(X)
+
+    names = "dot_general.0, hidden, mask, tanh.0"
+    with pytest.raises(
+        ValueError, match=f"no tensor of 'Block'; the names are {names}"
+    ):
+        grad(mask=X)
+    with pytest.raises(
+        ValueError, match=r"no tensor of 'Block\.plain'; .* hidden, tan"
+    ):
+        grad(method="plain")
+    with pytest.raises(TypeError, match="mask must be an array.* got 'all'"):
+        grad("all")

@@ -1,5 +1,6 @@
 """jaxcompact.nnx beside flax.nnx: the same model, its optimizer, its other state."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +92,28 @@ def test_has_aux():
     assert grads["first"]["kernel"].get_value().shape == (4, 8)
 
 
+def test_state_among_the_arguments_moves_as_under_flax():
+    """Dropout by `Rngs` that are an argument, and another module's statistics."""
+
+    def loss(model, rngs, x, norm):
+        hidden = model.dropout(norm(model.first(x)), rngs=rngs)
+        return jnp.mean(model.second(hidden) ** 2)
+
+    def losses(value_and_grad):
+        model, rngs = Model(nnx.Rngs(0)), nnx.Rngs(1)
+        norm = nnx.BatchNorm(8, rngs=rngs)
+        step = nnx.jit(lambda m, r, n: value_and_grad(m, r, X, norm=n))
+        found = [step(model, rngs, norm) for _ in range(3)]
+        left = rngs.default.count[...], norm.mean[...]
+        return [(v, g["second"]["kernel"][...]) for v, g in found], left
+
+    with_sketches = cnnx.value_and_grad(loss, subspace())
+    ours = losses(lambda *args, norm: with_sketches(*args, norm=norm, step=0))
+    # One program sums up in another order than the other.
+    chex.assert_trees_all_close(ours, losses(nnx.value_and_grad(loss)), rtol=1e-5)
+    assert int(ours[1][0]) > 3
+
+
 @pytest.mark.parametrize(
     "argument", ["dot_general", "preferred_element_type", "promote_dtype"]
 )
@@ -156,6 +179,58 @@ def test_checkpoint_with_a_static_argument_before_the_module():
     block = cnnx.checkpoint(lambda scale, m, x: m(scale * x), static_argnums=0)
     block(2.0, model, X)
     np.testing.assert_allclose(model.mean[...], 0.02 * X.mean(0), rtol=1e-5, atol=1e-7)
+
+
+def test_checkpoint_names_tensors_after_the_functions_arguments():
+    def block(layer, hidden, mask, *, scales):
+        return jnp.tanh(layer(hidden)) * mask * scales["first"]
+
+    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    policy = jc.Policy({"hidden": jc.Save()}, default=jc.policies.int8())
+    small = cnnx.checkpoint(block, policy=policy)
+    said = jc.explain(small, layer, X, X, scales={"first": X})
+    actions = {row.name: row.action for row in said.rows}
+    assert actions == {
+        "layer/bias": "keep",
+        "layer/kernel": "keep",
+        "hidden": "keep",
+        "mask": "Quantized(bits=8)",
+        "scales/first": "Quantized(bits=8)",
+        "dot_general.0": "Quantized(bits=8)",
+        "tanh.0": "Recompute()",
+    }
+
+
+def test_checkpoint_with_a_static_argument_at_its_default_or_by_its_name():
+    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def block(layer, x, train=True):
+        return layer(x) if train else x
+
+    small = cnnx.checkpoint(block, static_argnums=2)
+    for args, named in (((), {}), ((False,), {}), ((), {"train": False})):
+        out = small(layer, X, *args, **named)
+        np.testing.assert_array_equal(out, block(layer, X, *args, **named))
+    with pytest.raises(ValueError, match="below the number of arguments 3, got 3"):
+        cnnx.checkpoint(block, static_argnums=3)(layer, X)
+
+
+def test_checkpoint_refuses_what_its_module_is_bound_to():
+    drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    for bound in (drop, drop.__call__):
+        with pytest.raises(ValueError, match="takes the module.* got Dropout itself"):
+            cnnx.checkpoint(bound)
+
+
+def test_checkpoint_refuses_to_return_what_it_was_given():
+    """It would be a copy: changes of one would not be seen in the other."""
+    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    for returned in (lambda m: m, lambda m: [m.bias]):
+        block = cnnx.checkpoint(lambda m, x, returned=returned: (m(x), returned(m)))
+        with pytest.raises(ValueError, match=r"must return values.*nnx\.remat"):
+            block(layer, X)
+    out, bias = cnnx.checkpoint(lambda m, x: (m(x), m.bias[...]))(layer, X)
+    np.testing.assert_array_equal(bias, layer.bias[...])
 
 
 class Counted(nnx.Module):

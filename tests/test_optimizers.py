@@ -386,6 +386,50 @@ def test_optax_finds_what_of_the_state_is_shaped_like_parameters():
     assert adam.inner.mu["a"]["kernel"].shape == (R, M) and adam.count == before.count
 
 
+def test_a_centered_variance_outlives_a_new_projection():
+    """A transferred mean whose square is above the mean square would give NaN."""
+    tx = jc.in_subspace(
+        subspace(), optax.rmsprop(1e-3, centered=True), moment="transfer"
+    )
+    tree = params()
+    plain = jc.in_subspace(subspace(), optax.rmsprop(1e-3, centered=True))
+    steady = {"a": {"kernel": gradients(0)["a"]["kernel"]}, "bias": jnp.ones(M)}
+    state, other = tx.init(tree), plain.init(tree)
+    for _ in range(8):
+        updates, state = tx.update(steady, state, tree)
+        expected, other = plain.update(steady, other, tree)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+        assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("inner", [optax.lars, optax.adafactor])
+def test_what_scales_by_parameters_takes_alpha(inner):
+    """Steps of the exact ones' size: P^T W is sqrt(n/r) times as large as W."""
+    n, r = 256, 16
+    tree = {"kernel": jax.random.normal(jax.random.key(0), (n, 128))}
+    sketch = {"kernel": jax.random.normal(jax.random.key(1), (r, 128))}
+    whole = {"kernel": jax.random.normal(jax.random.key(2), (n, 128))}
+
+    def step(tx, grads):
+        return jnp.linalg.norm(tx.update(grads, tx.init(tree), tree)[0]["kernel"])
+
+    rules = {"kernel": jc.Projection(r, alpha=(r / n) ** 0.5)}
+    tx = jc.in_subspace(jc.Subspace(rules, jax.random.key(3)), inner(1e-2))
+    # Norms of 2048 normal numbers: 1.6 % each, and of P, 1 / sqrt(2 r) a column.
+    assert abs(step(tx, sketch) / step(inner(1e-2), whole) - 1) < 0.2
+
+
+@pytest.mark.parametrize("rank", [1, R])
+def test_a_sketch_of_another_subspace_is_refused(rank):
+    """One of rank 1 would broadcast over the kernel."""
+    tree = {"a": {"kernel": jnp.ones((N, M))}, "b": {"kernel": jnp.ones((M, 3))}}
+    space = jc.Subspace({"b/kernel": jc.Projection(2)}, jax.random.key(0))
+    tx = jc.in_subspace(space, optax.scale_by_adam())
+    grads = {"a": {"kernel": jnp.ones((rank, M))}, "b": {"kernel": jnp.ones((2, 3))}}
+    with pytest.raises(ValueError, match="'a/kernel' must have the.*multi_transform"):
+        tx.update(grads, tx.init(tree), tree)
+
+
 def test_bad_moment():
     with pytest.raises(
         ValueError, match="moment must be one of keep, reset, transfer, got 'x'"

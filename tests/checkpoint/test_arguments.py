@@ -114,6 +114,19 @@ def test_arguments_of_all_kinds():
         small(w, X, scale=2.0, mode="no")
 
 
+def test_parameters_that_are_given_by_their_name():
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    small = jc.checkpoint(layer, policy=jc.policies.int4(), params=1)
+    x, w = jnp.ones((2, 64)), jnp.ones((64, 8))
+    named = jc.explain(small, x, w=w)
+    assert named == jc.explain(small, x, w)
+    assert named == jc.explain(small, w=w, x=x)
+    with pytest.raises(ValueError, match="params must be below the number .* 1, got 1"):
+        jc.checkpoint(lambda x, **rest: x, params=1)(x, w=w)
+
+
 def test_negative_argument_numbers():
     small = jc.checkpoint(
         lambda x, n, w: (x * n) @ w[0], policy=LOSSY, params=-1, static_argnums=-2
