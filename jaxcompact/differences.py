@@ -5,7 +5,7 @@ The difference itself is rounded beside what it is. A cosine's gradient is such 
 difference too, of directions, but there is none to be stored.
 """
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, renames
@@ -21,7 +21,7 @@ _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -
 _THROUGH = ELEMENTWISE | {"custom_jvp_call"}
 
 
-def find_differences(graph: Graph, data: Collection[int]) -> tuple[set[int], set[int]]:
+def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
     """Those, made of ``data``, whose squares the graph gives, or the like: losses.
 
     Not norms, which others are divided by. And those whose squares an exponential is
@@ -48,6 +48,8 @@ def find_differences(graph: Graph, data: Collection[int]) -> tuple[set[int], set
                 found.update(*of_each)
             elif op.kind in _OF_TWO and len(of_each) == 2:
                 found |= of_each[0] & of_each[1]
+            elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
+                found.update(*of_each)  # logaddexp(x, 0)
         if op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op):
             multiples |= dict.fromkeys(op.outs, set().union(*of_each))
     return found - bells, bells

@@ -132,25 +132,26 @@ def find_divisors(
     return {value for value, *_ in found}
 
 
-def find_norms(graph: Graph, fixed: Collection[int]) -> set[int]:
+def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, bool]:
     """Where `find_divisors` ends: norms, variances, and what is made of them and read.
 
     Of a row or channel that is small beside its neighbours nothing may be left once it
     is rounded; its norm, made again, would be zero. In front of a broadcast. A sum that
-    a constant guards is one as well.
+    a constant guards is one as well. Each with whether it is a sum of squares.
     """
     facts = _Facts(graph)
-    found = set()
+    found = {}
     for op in graph.ops:
         for value in (narrow(v, facts.made_by) for v in steeply_read(op)):
             near = [value, *_beside_one(op, value, facts)]
-            if any(_is_norm(v, fixed, facts) for v in near):
-                found.add(value)
+            of_squares = [_of_squares(v, fixed, facts) for v in near]
+            if any(said is not None for said in of_squares):
+                found[value] = all(said is not False for said in of_squares)
     return found
 
 
-def _is_norm(value: int, fixed: Collection[int], facts: _Facts) -> bool:
-    """Whether it is made of one, by what is followed back."""
+def _of_squares(value: int, fixed: Collection[int], facts: _Facts) -> bool | None:
+    """Of a norm, by what is followed back, whether squares are summed up; else None."""
     seen: set[tuple[int, bool, bool]] = set()
     todo = [(value, False, False)]
     while todo:
@@ -162,11 +163,11 @@ def _is_norm(value: int, fixed: Collection[int], facts: _Facts) -> bool:
         squared |= is_square(op)
         sources = _sources(op, value, squared, facts)
         if op.kind in REDUCTIONS and (guarded or not sources):
-            return True
+            return squared or not facts.squares.isdisjoint(op.reads)
         if op.kind in ("max", "clamp") and not sources:
             guarded, sources = True, op.reads
         todo += [(v, squared, guarded) for v in sources]
-    return False
+    return None
 
 
 def _beside_one(op: Op, value: int, facts: _Facts) -> list[int]:

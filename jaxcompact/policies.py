@@ -2,9 +2,10 @@
 
 Figures: docs/results.md. What costs gradients most is q and k, which want 8 bits, in
 groups along the tokens of one channel, and with a minimum of their own, since channels
-lie far from zero. Where attention keeps its normalization, as cuDNN's does, v and the
-output want 8 bits as well. Nearest rounding beats stochastic: most tensors are read
-through something nonlinear, where variance is bias.
+lie far from zero; and what else an exponential is taken of, as logits. Where attention
+keeps its normalization, as cuDNN's does, v and the output want 8 bits as well. Nearest
+rounding beats stochastic: most tensors are read through something nonlinear, where
+variance is bias.
 """
 
 from jaxcompact.codecs import Codec, Quantized
@@ -19,18 +20,18 @@ def int8() -> Compress:
 
 
 def int4() -> Compress:
-    """4 bits; 8 for q and k, and for v and the output of fused attention."""
+    """4 bits; 8 for q and k, v and the output of fused attention, and for logits."""
     return compress(Quantized(4))
 
 
 def int3() -> Compress:
-    """3 bits in smaller groups; 8 for q and k. Fused attention is run again."""
+    """3 bits in smaller groups; 8 for q, k and logits. Fused attention is run again."""
     codec = Quantized(3, group_size=32)
     return Compress(codec, scores=_SCORES, attention=Recompute())
 
 
 def compress(codec: Codec) -> Compress:
-    """One codec for all but what attention reads, which gets 8 bits as in `int4`.
+    """One codec for all but what exponentials read, which gets 8 bits as in `int4`.
 
     >>> import jaxcompact as jc
     >>> jc.policies.compress(jc.Quantized(bits=4)) == jc.policies.int4()

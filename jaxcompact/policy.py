@@ -206,7 +206,8 @@ class Compress:
     Args:
         codec: of floating point tensors.
         scores: of the operands of softmax scores, q and k, whose errors the exponential
-            amplifies; a `Quantized` takes its groups along the tokens of one channel.
+            amplifies; a `Quantized` takes its groups along the tokens of one channel,
+            and is also for logits and what else an exponential is taken of.
         attention: of the other operands and results of an attention that keeps its
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
@@ -244,6 +245,8 @@ class Compress:
             return Recompute(), "of an attention that is run again"
         if tensor.statistic:
             return Save(), "small beside what it is made of"
+        if tensor.normed is not None and tensor.normed <= self.terms:
+            return Recompute(), "a norm of a product that is made again"
         if tensor.divisor:
             return Save(), "a divisor, logarithm or the like: its errors would grow"
         if tensor.terms is not None and tensor.terms <= self.terms:
@@ -253,6 +256,8 @@ class Compress:
             if isinstance(codec, Quantized):
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of softmax scores"
+        if tensor.exponent and isinstance(self.scores, Quantized):
+            return self.scores, "an exponential is taken of it"
         if tensor.fused and self.attention not in (None, Recompute()):
             return self.attention, "of an attention that keeps its normalization"
         return self.codec, "expensive to make again"

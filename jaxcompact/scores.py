@@ -26,8 +26,9 @@ class Attention:
 
     Attributes:
         scores: operands of scores, products of two activations that reach a softmax's
-            exponential, which turns their absolute error into a relative one; and the
-            axis along which their tokens lie.
+            exponential, which turns their absolute error into a relative one, or what a
+            norm makes as large as any other, if it was small (linear attention's); and
+            the axis along which their tokens lie.
         fused: the "operand"s and "result"s of operations that keep a softmax's
             normalization for their backward pass (flash attention, any attention in a
             `jax.shard_map`): there the errors of scores, values and result do not
@@ -39,7 +40,11 @@ class Attention:
 
 
 def find_attention(
-    graph: Graph, fixed: set[int], stops: set[int], known: bool
+    graph: Graph,
+    fixed: set[int],
+    stops: set[int],
+    known: bool,
+    norms: Iterable[int] = (),
 ) -> Attention:
     """Found by following a graph backwards from its exponentials.
 
@@ -48,6 +53,7 @@ def find_attention(
         fixed: values made of parameters alone.
         stops: values at which following back ends, the candidates.
         known: whether it is known which inputs are parameters.
+        norms: of products that are made again, as of ``(q k^T) v``.
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     found = Attention()
@@ -76,7 +82,8 @@ def find_attention(
             last = graph.avals[origin].ndim - 2
             found.scores.setdefault(origin, max(last, 0) if at is None else at)
 
-    def add_products(value: int) -> None:
+    def products(value: int) -> Iterable[Op]:
+        """Those of two activations that a value is cheaply made of."""
         todo, seen = [value], set()
         while todo:
             value = todo.pop()
@@ -84,12 +91,21 @@ def find_attention(
             if op is None or value in seen:
                 continue
             seen.add(value)
-            if op.kind == "dot_general" and is_product(op, fixed, known):
-                for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
-                    add_scores(operand, axis)
-            elif op.kind in CHEAP:
+            product = is_product(op, fixed, known)
+            if product and _sums(op):
+                yield op
+            elif product or op.kind in CHEAP:
                 todo += sources(op)[::-1]
 
+    def add_products(value: int) -> None:
+        for op in products(value):
+            for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
+                add_scores(operand, axis)
+
+    for norm in norms:
+        for op in products(norm):
+            for operand in op.reads:
+                add_products(operand)
     for op in graph.ops:
         inner = None
         if op.kind in ("exp", "custom_jvp_call") and is_any(op, ("exp",)):
@@ -146,6 +162,12 @@ def is_product(op: Op, fixed: set[int], known: bool) -> bool:
         return False
     _, (batch, _) = op.eqn.params["dimension_numbers"]
     return len(op.reads) == 2 and (known or bool(batch))
+
+
+def _sums(op: Op) -> bool:
+    """Whether a product has more than one term: one of single entries is none."""
+    ((axes, _), _) = op.eqn.params["dimension_numbers"]
+    return prod(op.eqn.invars[0].aval.shape[axis] for axis in axes) > 1
 
 
 def _axis_before(op: Op, source: int, axis: int | None, graph: Graph) -> int | None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
 from jaxcompact.differences import find_angles, find_differences
 from jaxcompact.divisors import find_divisors, find_norms
+from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
 from jaxcompact.graph import Graph, Op, is_float
 from jaxcompact.kinds import (
@@ -65,7 +66,9 @@ class Tensor:
             small errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute.
+        exponent: an exponential is taken of it, or of what is cheaply made of it.
         terms: for the product of two activations, the number of terms summed up.
+        normed: for a norm or variance of such a product, the number of its terms.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
             policies with ``statistics``, sums and maxima too (of norms, of softmax).
@@ -84,7 +87,9 @@ class Tensor:
     fused: Literal["operand", "result"] | None = None
     divisor: bool = False
     near: bool = False
+    exponent: bool = False
     terms: int | None = None
+    normed: int | None = None
     step: bool = False
     statistic: bool = False
 
@@ -160,7 +165,9 @@ class Tensors:
             for value, tensor in self.found.items()
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
-        attention = find_attention(graph, self.fixed, stored, known)
+        norms = [v for v in stored if self.found[v].normed is not None]
+        attention = find_attention(graph, self.fixed, stored, known, norms)
+        exponents = find_exponents(graph, self.fixed, stored)
         steep = bells | find_angles(graph, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         made_by = {value: op for op in graph.ops for value in op.outs}
@@ -171,6 +178,7 @@ class Tensors:
                 tensor,
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
+                exponent=value in exponents,
                 divisor=value in divisors or kind in LINEAR_ALGEBRA,
                 # A softmax over segments is then normalized as its terms are rounded.
                 cheap=tensor.cheap or (value in divisors and kind == "scatter-add"),
@@ -289,13 +297,21 @@ class Tensors:
 
     def _add_norms(self) -> None:
         """What rows or channels are divided by."""
-        norms = find_norms(self.graph, self.fixed) & self.data
+        norms = find_norms(self.graph, self.fixed)
+        terms: dict[int, int] = {}  # of the products that a value is cheaply made of
         for op in self.graph.ops:
-            for value in norms.intersection(op.outs):
+            most = max((terms[v] for v in op.reads if v in terms), default=None)
+            if expensive(op):
+                most = self._terms(op)
+            if most is not None:
+                terms |= dict.fromkeys(op.outs, most)
+            for value in self.data.intersection(op.outs) & norms.keys():
                 if value not in self.found:
                     self._add(value, name=op.name, kind="op", where=op.where)
-                tensor = self.found[value]
-                self.found[value] = replace(tensor, cheap=False, statistic=False)
+                normed = most if norms[value] else None
+                self.found[value] = replace(
+                    self.found[value], cheap=False, statistic=False, normed=normed
+                )
 
     def _add_differences(self, near: Collection[int]) -> None:
         """Of what is near, as a prediction is to its target."""

@@ -94,6 +94,9 @@ LOSSES = {
     ),
     "huber": lambda p, x: optax.huber_loss(predicted(p, x), Y).sum(),
     "hyperbolic": lambda p, x: optax.log_cosh(predicted(p, x), Y).sum(),
+    "hyperbolic, by softplus": lambda p, x: jnp.sum(
+        (d := predicted(p, x) - Y) + jax.nn.softplus(-2 * d) - jnp.log(2.0)
+    ),
     "of angles": lambda p, x: jnp.sum(1 - jnp.cos(predicted(p, x) - Y)),
     "of a function": lambda p, x: jnp.sum(
         (jax.nn.sigmoid(predicted(p, x)) - jax.nn.sigmoid(Y)) ** 2

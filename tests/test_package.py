@@ -27,6 +27,7 @@ LAYERS = (
         "scores",
         "decisions",
         "divisors",
+        "exponents",
         "functions",
         "sums",
         "parts",

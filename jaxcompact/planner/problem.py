@@ -207,8 +207,9 @@ def _item(
         measured = found.effects[tensor.name].errors
         where = shape, tensor.dtype
         actions += (codec for codec in measured if not codec.host_nbytes(*where))
-    elif tensor.scores is not None or tensor.fused:
-        actions += [asked] if isinstance(asked, Codec) else []
+    elif tensor.scores is not None or tensor.exponent or tensor.fused:
+        here = isinstance(asked, Codec) and not asked.host_nbytes(shape, tensor.dtype)
+        actions += [asked] if here else []
     else:
         actions += [c for c in codecs if c.supports(tensor.dtype)]
     if card.host_bandwidth and Offload().supports(tensor.dtype):

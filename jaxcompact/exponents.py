@@ -1,0 +1,75 @@
+"""What exponentials are taken of: an error of it is one of all that they make.
+
+Logits of a softmax or a cross-entropy, what decays are made of. Of fast sines as well,
+whose phase it is.
+"""
+
+from collections.abc import Collection, Mapping, Set
+
+from jax.extend.core import Literal
+
+from jaxcompact.graph import Graph, Op, bodies
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, expensive, is_any, renames
+
+_FAST = 8  # radians of a sine for one of what it is made of
+
+
+def find_exponents(
+    graph: Graph, fixed: Collection[int], stops: Collection[int]
+) -> set[int]:
+    """The nearest of ``stops`` that exponentials are cheaply made of.
+
+    Not of softplus and the like, whose derivative is 1 where the exponential is large,
+    but where a sum of them is a loss.
+    """
+    made_by = {value: op for op in graph.ops for value in op.outs}
+    losses = _losses(graph)
+    todo = [v for op in graph.ops for v in _exponents_of(op, losses, made_by)]
+    seen: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if value in seen or value in fixed:
+            continue
+        seen.add(value)
+        op = made_by.get(value)
+        if value not in stops and op is not None and not expensive(op):
+            todo += op.reads
+    return seen.intersection(stops)
+
+
+def _exponents_of(
+    op: Op, losses: Set[int], made_by: Mapping[int, Op]
+) -> Collection[int]:
+    if op.kind in ("exp", "exp2"):
+        return op.reads
+    if op.kind in ("sin", "cos"):
+        return [v for v in op.reads if _is_fast(made_by.get(v))]
+    if op.kind == "custom_jvp_call":
+        softplus = is_any(op, ("log1p",)) and losses.isdisjoint(op.outs)
+        return op.reads if is_any(op, ("exp",)) and not softplus else ()
+    found = set()
+    for body, first in bodies(op):
+        inside = find_exponents(body, body.constants.keys(), body.inputs)
+        outer = zip(op.ins[first:], body.inputs, strict=True)
+        found |= {v for v, inner in outer if inner in inside and isinstance(v, int)}
+    return found
+
+
+def _is_fast(op: Op | None) -> bool:
+    factors = op.ins if op is not None and op.kind == "mul" else ()
+    return any(isinstance(f, Literal) and abs(f.val) >= _FAST for f in factors)
+
+
+def _losses(graph: Graph) -> set[int]:
+    """What an output is a sum of, or made of such sums, entry by entry."""
+    given = {v for v in graph.outputs if isinstance(v, int)}
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.kind in REDUCTIONS and not given.isdisjoint(op.outs):
+            found.update(op.reads)
+        elementwise = op.kind in ELEMENTWISE or op.kind == "custom_jvp_call"
+        if elementwise or op.kind in LAYOUT or op.kind in REDUCTIONS or renames(op):
+            for reached in (given, found):
+                if not reached.isdisjoint(op.outs):
+                    reached.update(op.reads)
+    return found

@@ -1,0 +1,146 @@
+"""What exponentials are taken of has 8 bits: an error of it is one of all they make."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcompact as jc
+
+pytestmark = pytest.mark.usefixtures("any_rank")
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.fixture
+def any_rank():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+X = normal(3, 64, 32)
+PARAMS = {"a": normal(1, 32, 64) / 5, "b": 1.6 * normal(2, 64, 16)}
+
+
+def logits(p, x):
+    return jax.nn.relu(x @ p["a"]) @ p["b"]
+
+
+LABELS = logits(PARAMS, X).argmax(-1)  # confident and right, as trained ones are
+
+
+def of_the_right(log_probabilities):
+    return -jnp.mean(log_probabilities[jnp.arange(64), LABELS])
+
+
+def in_parts(p, x):
+    """Sums of logarithms that a loop adds up."""
+
+    def step(total, part):
+        x, labels = part
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits(p, x), labels)
+        return total + loss.sum(), None
+
+    parts = x.reshape(4, 16, 32), LABELS.reshape(4, 16)
+    return jax.lax.scan(step, jnp.zeros(()), parts)[0]
+
+
+def sampled(p, x):
+    """Gumbel's softmax, nearly a choice."""
+    noise = jax.random.gumbel(jax.random.key(0), (64, 16))
+    choices = jax.nn.softmax((logits(p, x) / 16 + noise) / 0.1)
+    return jnp.mean((choices @ p["b"].T[:, :32] - x) ** 2)
+
+
+def deep_kernel(p, x):
+    """A Gaussian process whose kernel is that of a network's outputs."""
+    h = jnp.tanh(x[:24] @ p["a"] / 4) @ p["b"][:, :3] / 8
+    distances = ((h[:, None] - h[None]) ** 2).sum(-1)
+    factor = jnp.linalg.cholesky(jnp.exp(-distances / 2) + 0.01 * jnp.eye(24))
+    solved = jax.scipy.linalg.cho_solve((factor, True), x[:24, 0])
+    return x[:24, 0] @ solved / 2 + jnp.log(jnp.diag(factor)).sum()
+
+
+def fast_sines(p, x):
+    """SIREN."""
+    h = jnp.sin(30 * (x[:, :2] @ p["a"][:2] / 2))
+    return jnp.mean((jnp.sin(30 * (h @ p["b"] / 160)) - 1) ** 2)
+
+
+LOSSES = {
+    "log softmax": lambda p, x: of_the_right(jax.nn.log_softmax(logits(p, x))),
+    "log of softmax": lambda p, x: of_the_right(jnp.log(jax.nn.softmax(logits(p, x)))),
+    "optax's": lambda p, x: optax.softmax_cross_entropy_with_integer_labels(
+        logits(p, x), LABELS
+    ).mean(),
+    "binary": lambda p, x: optax.sigmoid_binary_cross_entropy(
+        logits(p, x), jax.nn.one_hot(LABELS, 16)
+    ).mean(),
+    "in a loop": in_parts,
+    "sampled": sampled,
+    "a deep kernel": deep_kernel,
+    "fast sines": fast_sines,
+}
+
+
+def errors(loss, policy):
+    def gradient(loss):
+        return jax.jit(jax.grad(loss))(PARAMS, X)
+
+    off = jax.tree.map(
+        lambda a, b: jnp.linalg.norm(a - b) / jnp.linalg.norm(b),
+        gradient(jc.checkpoint(loss, policy=policy, params=0)),
+        gradient(loss),
+    )
+    return max(map(float, jax.tree.leaves(off)))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("bits", [4, 3])
+def test_gradients_are_near(name, bits):
+    """Several times the rounding of what else is stored, 7 and 15 %.
+
+    With as many bits for the logits most would be 0.5 to 16 off.
+    """
+    policy = {4: jc.policies.int4(), 3: jc.policies.int3()}[bits]
+    bound = {4: 0.25, 3: 0.4}[bits] * (2 if name == "a deep kernel" else 1)
+    assert errors(LOSSES[name], policy) < bound
+
+
+def stored(fun, *args):
+    said = jc.explain(fun, *args, policy=jc.policies.int4(), params=0)
+    return {row.name: row.action for row in (*said.rows, *said.inside)}
+
+
+def test_what_is_no_exponent_has_four_bits():
+    """Activations with an exponential inside, whose results are not a loss."""
+    for activation in (jax.nn.silu, jax.nn.softplus, jax.nn.elu, jax.nn.gelu):
+
+        def mlp(p, x, activation=activation):
+            return activation(x @ p["a"]) @ p["b"]
+
+        assert stored(mlp, PARAMS, X)["dot_general.0"] == "Quantized(bits=4)"
+    assert stored(logits, PARAMS, X)["dot_general.1"] == "drop"
+
+
+def test_only_the_nearest_has_eight_bits():
+    wide = "Quantized(bits=8, symmetric=False)"
+    found = stored(LOSSES["log softmax"], PARAMS, X)
+    assert found["dot_general.1"] == wide
+    assert found["dot_general.0"] == found["x"] == "Quantized(bits=4)"
+    loop = stored(in_parts, PARAMS, X)
+    assert loop["scan.0/dot_general.1"] == wide
+    assert loop["scan.0/dot_general.0"] == "Quantized(bits=4)"
+
+
+def test_a_codec_of_ones_own_has_no_exception():
+    """Nor have 8 bits: a policy that says so for scores alone is asked."""
+    for policy in (jc.policies.uniform(jc.Quantized(4)), jc.policies.int8()):
+        explained = partial(jc.explain, policy=policy, params=0)
+        rows = explained(LOSSES["log softmax"], PARAMS, X).rows
+        actions = {row.name: row.action for row in rows}
+        assert actions["dot_general.1"] == actions["dot_general.0"]
