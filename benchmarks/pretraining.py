@@ -27,6 +27,9 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
+import jaxcompact as jc  # noqa: E402
+from jaxcompact.subspace import Slot  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "pretraining.jsonl"
 
 # Learning rate and alpha. (3e-3, 0.3) and (1.2e-2, 1.0), tried with the first five
@@ -38,7 +41,7 @@ LONGER = ("exact AdamW", "CompAct n/4, countsketch")
 WARMUP, PERIOD = 0.1, 100
 
 GAUSSIAN = {"name": "compact", "kind": "gaussian"}
-# label -> fields of `methods.Method`; "channel" is this file's own baseline.
+# label -> fields of `methods.Method`; "channel" and "seeds" are this file's own.
 VARIANTS = {
     "exact AdamW": {"name": "exact"},
     "AdamW, one second moment per output channel": {"name": "channel"},
@@ -54,6 +57,7 @@ VARIANTS = {
     "CompAct n/4, countsketch": {"name": "compact", "kind": "countsketch"},
     "CompAct n/4, rademacher": {"name": "compact", "kind": "rademacher"},
     "CompAct n/4, sparse": {"name": "compact", "kind": "sparse"},
+    "CompAct n/4, one seed for all layers": GAUSSIAN | {"seeds": "one"},
 }
 # CompAct's Figure 5: updates between new projections, the last of which is never.
 PERIODS = (1, 10, 50, PERIOD, 200, STEPS)
@@ -103,6 +107,19 @@ def scale_by_channel_adam(b1=0.9, b2=0.999, eps=1e-8):
     return optax.GradientTransformation(init, update)
 
 
+class OneKey(Slot):
+    def keys(self, key, generation):
+        return jnp.broadcast_to(jax.random.fold_in(key, generation), self.stack)
+
+
+class OneSeed(jc.Subspace):
+    """All kernels of one width have one P, as in CompAct's Figure 4."""
+
+    def slots(self, params):
+        found = super().slots(params)
+        return {name: OneKey(**vars(slot)) for name, slot in found.items()}
+
+
 class Trainer:
     """A variant under one seed, compiled once for all learning rates and alphas."""
 
@@ -114,8 +131,11 @@ class Trainer:
 
         channel = variant["name"] == "channel"
         fields = variant | ({"name": "exact"} if channel else {})
+        one_seed = fields.pop("seeds", None) == "one"
         method = methods.Method(**({"period": PERIOD} | fields))
         subspace = method.subspace(seed)
+        if one_seed:
+            subspace = OneSeed(subspace.rules, subspace.key, subspace.period)
         config = dataclasses.replace(MODELS["tiny"], vocab_size=data.vocab_size)
         schedule = optax.warmup_cosine_decay_schedule(
             0.0, 1.0, round(WARMUP * steps), steps, 0.1
