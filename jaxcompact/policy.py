@@ -212,7 +212,8 @@ class Compress:
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
         terms: products of two activations over at most so many terms are made again:
-            that takes fewer operations than encoding takes bytes.
+            that takes fewer operations than encoding takes bytes. Scores, whose codes
+            are larger, of twice as many.
 
     ``scores`` and ``attention`` are None to be as all others.
     """
@@ -249,7 +250,8 @@ class Compress:
             return Recompute(), "a norm of a product that is made again"
         if tensor.divisor:
             return Save(), "a divisor, logarithm or the like: its errors would grow"
-        if tensor.terms is not None and tensor.terms <= self.terms:
+        most = 2 * self.terms if tensor.exponent else self.terms
+        if tensor.terms is not None and tensor.terms <= most:
             return Recompute(), f"a product over {tensor.terms} terms"
         if tensor.scores is not None and self.scores is not None:
             codec = self.scores
@@ -260,6 +262,9 @@ class Compress:
             return self.scores, "an exponential is taken of it"
         if tensor.fused and self.attention not in (None, Recompute()):
             return self.attention, "of an attention that keeps its normalization"
+        if isinstance(self.codec, Quantized):
+            if 8 * tensor.dtype.itemsize <= self.codec.bits:
+                return Save(), "as small as its codes"
         return self.codec, "expensive to make again"
 
     def _decide_exact(self, tensor: Tensor) -> tuple[Action, str]:

@@ -12,6 +12,7 @@ from jaxcompact.policy import Compress
 from jaxcompact.tensors import Tensor
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
+Q8_ASYMMETRIC = jc.Quantized(8, symmetric=False)
 W = jnp.eye(16)
 X = jnp.linspace(-1.0, 1.0, 8 * 16).reshape(8, 16)
 PLAIN = Tensor("dot_general.0", "op", (8, 16), jnp.dtype("float32"))
@@ -173,6 +174,15 @@ def test_a_policy_of_ones_own():
         ),
         ({"terms": 128}, jc.policies.int4(), jc.Recompute()),
         ({"terms": 129}, jc.policies.int4(), Q4),
+        ({"terms": 256, "exponent": True}, jc.policies.int4(), jc.Recompute()),
+        ({"terms": 257, "exponent": True}, jc.policies.int4(), Q8_ASYMMETRIC),
+        ({"exponent": True}, jc.policies.int3(), Q8_ASYMMETRIC),
+        ({"exponent": True}, jc.policies.int8(), Q8),
+        ({"exponent": True}, jc.policies.uniform(Q4), Q4),
+        ({"divisor": True, "normed": 128}, jc.policies.int4(), jc.Recompute()),
+        ({"divisor": True, "normed": 129}, jc.policies.int4(), jc.Save()),
+        ({"dtype": jnp.dtype("float8_e5m2")}, jc.policies.int8(), jc.Save()),
+        ({"dtype": jnp.dtype("float8_e5m2")}, jc.policies.int4(), Q4),
         ({"kind": "function"}, jc.policies.int4(), jc.Recompute()),
         ({"kind": "function", "step": True}, Compress(Q4), jc.Derivative(jc.BitMask())),
         # q and k: groups along the tokens, which are two axes from the end or first
