@@ -96,7 +96,14 @@ def test_nothing_is_moved_for_groups_that_do_not_come_out_even(codec):
         np.testing.assert_array_equal(jax.device_get(all_of)[:, 0], of_first)
 
 
-@pytest.mark.parametrize("codec", [*CODECS, OutlierQuantized(4)], ids=repr)
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *(pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS[1:4]),
+        *(CODECS[0], *CODECS[4:], OutlierQuantized(4)),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize(("shape", "spec"), LAYOUTS, ids=str)
 def test_any_layout_is_taken(codec, shape, spec):
     """As on one device; but what devices have of a row, if that is of no whole groups.

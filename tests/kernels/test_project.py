@@ -42,7 +42,15 @@ CASES = {
     ),
     "groups of 128, two blocks": ({"bits": 4, "group": 128}, "float16", (8, 80), 384),
 }
-cases = pytest.mark.parametrize("name", CASES)
+# On the oldest jax as well.
+OFTEN = "4 bits", "2 bits, 8-bit scales, one round"
+cases = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
+        for name in CASES
+    ],
+)
 
 
 def case(name: str):

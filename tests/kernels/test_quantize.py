@@ -176,7 +176,7 @@ def test_a_group_that_is_not_finite_decodes_to_nan(value, symmetric, axis):
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("axis", [-1, pytest.param(-2, marks=pytest.mark.slow)])
 def test_vmap_and_scan(fields, axis):
     x = data((3, 5, 100) if axis == -1 else (3, 100, 16), jnp.bfloat16, axis)
     fields = {"bits": 4, "group": 64, "axis": axis} | fields

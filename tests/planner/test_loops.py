@@ -36,7 +36,10 @@ def branched(w, x):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("fun", [recurrent, chunked, branched])
+@pytest.mark.parametrize(
+    "fun",
+    [pytest.param(recurrent, marks=SLOW), pytest.param(chunked, marks=SLOW), branched],
+)
 @pytest.mark.parametrize(
     "max_error", [0.0, *(pytest.param(e, marks=SLOW) for e in (0.02, 0.2))]
 )

@@ -266,6 +266,7 @@ def test_a_number_is_an_argument():
     assert found.error == 0
 
 
+@pytest.mark.slow
 def test_a_module_is_a_parameter(tmp_path, monkeypatch):
     """With what else it holds: counts and keys of random numbers."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))

@@ -146,6 +146,7 @@ def test_against_the_jacobian():
         )
 
 
+@pytest.mark.slow
 def test_it_is_one_pass_for_all():
     traced = []
 

@@ -231,6 +231,7 @@ def test_steps_without_a_finite_gradient_are_counted_to_the_limit(
     assert "max_skipped" not in json.loads((tmp_path / "exact/config.json").read_text())
 
 
+@pytest.mark.slow
 def test_scores_are_taken_where_an_epoch_ends(weights, sst2, tmp_path):
     """Of 54 examples by 16: after 3.4, 6.8 and 10.1 steps."""
     for name, count in (("train", 54), ("dev", 20)):

@@ -141,6 +141,7 @@ def test_masks_are_a_function_of_the_text():
     assert ((other[1] >= 0) != (first[1] >= 0)).any()
 
 
+@pytest.mark.slow
 def test_microbatches_count_by_their_masked_words(monkeypatch):
     """As the whole batch where the same words are masked, in one text of it none."""
 

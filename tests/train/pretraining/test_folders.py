@@ -12,6 +12,7 @@ from tests.train.pretraining.runs import losses_of, refused, rows_of, text
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_writes_to_is_refused(finished, arguments, capsys):
     """And left as it is, whatever is asked; then this one has it."""
     before = losses_of(finished / "exact")
@@ -72,6 +73,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_repeats_what_followed(
     assert len(rows_of(folder)) == 10 + 3
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_refused(finished, arguments, capsys, tmp_path):
     """Of the same shapes, and whole."""
     only = [*arguments, "--method", "compact"]
@@ -175,6 +177,7 @@ def test_runs_that_are_judged_by_other_text_are_not_compared(
     assert "\ncompact" in table and "\nexact" not in table
 
 
+@pytest.mark.slow
 def test_runs_of_other_data_are_not_compared(finished, arguments, capsys, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text(300))

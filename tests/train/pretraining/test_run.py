@@ -18,6 +18,7 @@ from training import Training
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
+@pytest.mark.slow
 def test_a_spike_at_a_new_projection_is_in_the_log(book, tmp_path, monkeypatch, capsys):
     """A run whose weights are quadrupled as its second projection begins."""
     compile_step = pretrain.compile_step
