@@ -53,11 +53,11 @@ def bert(batch: int, policy, small, layers: int = 24, width: int = 1024) -> Buil
     return training.loss, training.abstract.params, (examples,)
 
 
-def resnet50(batch: int, policy, small, pixels: int = 224) -> Built:
+def resnet(batch: int, policy, small, pixels: int = 224, layers: int = 50) -> Built:
     block = jax_resnet.ResNetBottleneckBlock
     model = jax_resnet.ResNet(
         nn.remat(block) if policy == "nothing" else block,
-        stage_sizes=STAGE_SIZES[50],
+        stage_sizes=STAGE_SIZES[layers],
         hidden_sizes=(8, 16, 32, 64) if small else (64, 128, 256, 512),
         n_classes=1000,
         stem_cls=jax_resnet.ResNetStem,
@@ -172,7 +172,7 @@ MODELS = {
     "GPT-2 345M": Model(partial(gpt2_of, 24, 1024, 16), 16, 24, 2),
     "BERT-large": Model(bert, 128, 24, 16),
     "BERT-base": Model(partial(bert, layers=12, width=768), 128, 12, 16),
-    "ResNet-50": Model(resnet50, 128, 1, 16, "2.7GiB"),
+    "ResNet-50": Model(resnet, 128, 1, 16, "2.7GiB"),
     "Swin-T": Model(swin_t, 128, 1, 16),
     "GCN": Model(gcn, 1, 1, 1),
     "GAT": Model(
@@ -198,6 +198,7 @@ class Larger:
 LARGER = {
     "BERT-large, layers": Larger(bert, 16, "layers", 1),
     "BERT-large, width": Larger(bert, 16, "width", 64),
-    "ResNet-50, pixels": Larger(resnet50, 64, "pixels", 32),
+    "ResNet-50, pixels": Larger(resnet, 64, "pixels", 32),
+    "ResNet-152, pixels": Larger(partial(resnet, layers=152), 64, "pixels", 32),
     "GCN, layers": Larger(gcn, 1, "layers", 2),
 }
