@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcompact.choices import follow
 from jaxcompact.graph import Op, pinned
@@ -10,6 +11,9 @@ from jaxcompact.kinds import LINEAR_ALGEBRA
 from jaxcompact.program import Program
 from jaxcompact.recording import Recording
 from jaxcompact.sources import Choice, Residual, Slope, Source
+
+# A norm that, made again, is so many times smaller is of a row that decoded to zero.
+_SHRUNK = 16
 
 
 class Backward:
@@ -133,7 +137,11 @@ class Backward:
             return _follow(pins.get(value, out), pins[Slope(value)], root)
         if value not in pins:
             return out
-        return pinned(pins[value], out) if self.recording.moves(value) else pins[value]
+        stored, tensor = pins[value], self.recording.tensors.found.get(value)
+        if self.lossy and tensor is not None and tensor.normed:
+            # It fits the rows that were made again, but where nothing is left of them.
+            stored = jnp.where(abs(out) >= abs(stored) / _SHRUNK, out, stored)
+        return pinned(stored, out) if self.recording.moves(value) else stored
 
 
 @jax.custom_jvp

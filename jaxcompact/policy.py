@@ -246,8 +246,6 @@ class Compress:
             return Recompute(), "of an attention that is run again"
         if tensor.statistic:
             return Save(), "small beside what it is made of"
-        if tensor.normed is not None and tensor.normed <= self.terms:
-            return Recompute(), "a norm of a product that is made again"
         if tensor.divisor:
             return Save(), "a divisor, logarithm or the like: its errors would grow"
         most = 2 * self.terms if tensor.exponent else self.terms

@@ -68,7 +68,8 @@ class Tensor:
             terms are no substitute.
         exponent: an exponential is taken of it, or of what is cheaply made of it.
         terms: for the product of two activations, the number of terms summed up.
-        normed: for a norm or variance of such a product, the number of its terms.
+        normed: a norm or variance of what is made of such a product. It is also made
+            again with that, and stands where no row has shrunk.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
             policies with ``statistics``, sums and maxima too (of norms, of softmax).
@@ -89,7 +90,7 @@ class Tensor:
     near: bool = False
     exponent: bool = False
     terms: int | None = None
-    normed: int | None = None
+    normed: bool = False
     step: bool = False
     statistic: bool = False
 
@@ -165,7 +166,7 @@ class Tensors:
             for value, tensor in self.found.items()
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
-        norms = [v for v in stored if self.found[v].normed is not None]
+        norms = [v for v in stored if self.found[v].normed]
         attention = find_attention(graph, self.fixed, stored, known, norms)
         exponents = find_exponents(graph, self.fixed, stored)
         steep = bells | find_angles(graph, self.data)
@@ -298,19 +299,21 @@ class Tensors:
     def _add_norms(self) -> None:
         """What rows or channels are divided by."""
         norms = find_norms(self.graph, self.fixed)
-        terms: dict[int, int] = {}  # of the products that a value is cheaply made of
+        products: set[int] = set()  # and what is cheaply made of them
         for op in self.graph.ops:
-            most = max((terms[v] for v in op.reads if v in terms), default=None)
+            of_product = not products.isdisjoint(op.reads)
             if expensive(op):
-                most = self._terms(op)
-            if most is not None:
-                terms |= dict.fromkeys(op.outs, most)
+                of_product = self._terms(op) is not None
+            if of_product:
+                products.update(op.outs)
             for value in self.data.intersection(op.outs) & norms.keys():
                 if value not in self.found:
                     self._add(value, name=op.name, kind="op", where=op.where)
-                normed = most if norms[value] else None
                 self.found[value] = replace(
-                    self.found[value], cheap=False, statistic=False, normed=normed
+                    self.found[value],
+                    cheap=False,
+                    statistic=False,
+                    normed=norms[value] and of_product,
                 )
 
     def _add_differences(self, near: Collection[int]) -> None:

@@ -179,8 +179,6 @@ def test_a_policy_of_ones_own():
         ({"exponent": True}, jc.policies.int3(), Q8_ASYMMETRIC),
         ({"exponent": True}, jc.policies.int8(), Q8),
         ({"exponent": True}, jc.policies.uniform(Q4), Q4),
-        ({"divisor": True, "normed": 128}, jc.policies.int4(), jc.Recompute()),
-        ({"divisor": True, "normed": 129}, jc.policies.int4(), jc.Save()),
         ({"dtype": jnp.dtype("float8_e5m2")}, jc.policies.int8(), jc.Save()),
         ({"dtype": jnp.dtype("float8_e5m2")}, jc.policies.int4(), Q4),
         ({"kind": "function"}, jc.policies.int4(), jc.Recompute()),

@@ -70,7 +70,8 @@ class Problem:
             is made of. A softmax of other scores than it was normalized for is none.
         parents: item -> the items that it is made of, without others between.
         own: items that are not to be made again of anything rounded: divisors, which
-            could become zero, and differences of what is near.
+            could become zero, differences of what is near, and what exponentials are
+            taken of, if what rounding does to them was not measured.
         actions: what is done with all other tensors, by name.
         stages: of the backward pass.
         noise: of those of these that are encoded, in the bodies of loops.
@@ -156,6 +157,9 @@ def problem(
     for source in sources:
         if isinstance(source, Residual):
             parents[source] = parents[source.op.outs[0]]
+    if found is None:
+        whole = _normed(replay, items, above)
+        items = [_exactly(i) if i.source in whole else i for i in items]
     makers = {v: op for op in graph.ops for v in op.outs}
     return Problem(
         tuple(items),
@@ -165,11 +169,31 @@ def problem(
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         {source: parents.get(source, frozenset()) for source in sources},
-        frozenset(i.source for i in items if i.tensor.divisor or i.tensor.near),
+        frozenset(
+            i.source
+            for i in items
+            if i.tensor.divisor
+            or i.tensor.near
+            or (i.tensor.exponent and found is None)
+        ),
         actions,
         stages,
         inside,
     )
+
+
+def _normed(
+    replay: Replay, items: Sequence[Item], above: dict[Source, frozenset[Source]]
+) -> frozenset[Source]:
+    """The products that norms are of: a row that is enlarged brings its rounding."""
+    products = {i.source for i in items if i.tensor.terms is not None}
+    norms = (v for v, (tensor, *_) in replay.chosen.items() if tensor.normed)
+    found = frozenset().union(*(above.get(v, frozenset()) & products for v in norms))
+    return found - frozenset().union(*(above[v] for v in found))
+
+
+def _exactly(item: Item) -> Item:
+    return replace(item, options=tuple(o for o in item.options if not o.lossy))
 
 
 def _item(
