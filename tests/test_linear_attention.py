@@ -39,13 +39,14 @@ def linear_attention(p, x):
 def retention(p, x):
     """Decays by head, and a norm of each head."""
     q, k, v = (
-        (x @ p[name]).reshape(-1, TOKENS, 2, -1).swapaxes(1, 2) for name in "qkv"
+        (x @ p[name]).reshape(-1, TOKENS, 2, INNER // 2).swapaxes(1, 2)
+        for name in "qkv"
     )
     ages = jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS)
     ages = ages.astype(jnp.float32)
     decays = jnp.array([0.97, 0.9])[:, None, None] ** jnp.maximum(ages, 0)
     scores = jnp.where(ages >= 0, (q @ k.mT) * decays, 0.0)
-    return rms(scores @ v).swapaxes(1, 2).reshape(-1, TOKENS, -1) @ p["o"]
+    return rms(scores @ v).swapaxes(1, 2).reshape(-1, TOKENS, INNER) @ p["o"]
 
 
 def state_space(p, x):
@@ -55,10 +56,10 @@ def state_space(p, x):
     sums = jnp.cumsum(-steps, 1)
     causal = jnp.tri(TOKENS, dtype=bool)[None, :, :, None]
     decays = jnp.exp(jnp.where(causal, sums[:, :, None] - sums[:, None], -jnp.inf))
-    heads = jax.nn.silu(v).reshape(-1, TOKENS, 4, -1) * steps[..., None]
+    heads = jax.nn.silu(v).reshape(-1, TOKENS, 4, INNER // 4) * steps[..., None]
     scores = jnp.einsum("btn,bsn->bts", c, b)
     y = jnp.einsum("bts,btsh,bshp->bthp", scores, decays, heads)
-    return rms(y.reshape(-1, TOKENS, -1) * jax.nn.silu(x @ p["gate"])) @ p["o"]
+    return rms(y.reshape(-1, TOKENS, INNER) * jax.nn.silu(x @ p["gate"])) @ p["o"]
 
 
 PARAMS = {
