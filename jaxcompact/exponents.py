@@ -11,6 +11,7 @@ from jax.extend.core import Literal
 from jaxcompact.graph import Graph, Op, bodies
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, expensive, is_any, renames
 
+_EXPONENTIALS = frozenset("exp exp2".split())
 _FAST = 8  # radians of a sine for one of what it is made of
 
 
@@ -24,7 +25,9 @@ def find_exponents(
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     losses = _losses(graph)
-    todo = [v for op in graph.ops for v in _exponents_of(op, losses, made_by)]
+    sigmoids = _of_sigmoids(graph) - losses
+    ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
+    todo = [v for op in ops for v in _exponents_of(op, losses, made_by)]
     seen: set[int] = set()
     while todo:
         value = todo.pop()
@@ -40,7 +43,7 @@ def find_exponents(
 def _exponents_of(
     op: Op, losses: Set[int], made_by: Mapping[int, Op]
 ) -> Collection[int]:
-    if op.kind in ("exp", "exp2"):
+    if op.kind in _EXPONENTIALS:
         return op.reads
     if op.kind in ("sin", "cos"):
         return [v for v in op.reads if _is_fast(made_by.get(v))]
@@ -53,6 +56,17 @@ def _exponents_of(
         outer = zip(op.ins[first:], body.inputs, strict=True)
         found |= {v for v, inner in outer if inner in inside and isinstance(v, int)}
     return found
+
+
+def _of_sigmoids(graph: Graph) -> set[int]:
+    """Exponentials that one is added to alone: of a sigmoid, or a softplus."""
+    others: set[int] = {v for v in graph.outputs if isinstance(v, int)}
+    for op in graph.ops:
+        one = any(isinstance(v, Literal) and v.val == 1 for v in op.ins)
+        if op.kind != "log1p" and not (op.kind == "add" and one):
+            others.update(op.reads)
+    made = {v for op in graph.ops if op.kind in _EXPONENTIALS for v in op.outs}
+    return made - others
 
 
 def _is_fast(op: Op | None) -> bool:
