@@ -29,6 +29,35 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "a norm is another's than of the product that is made again",
+        "jaxcompact/backward.py",
+        "stored = jnp.where(abs(out) >= abs(stored) / _SHRUNK, out, stored)",
+        "pass",
+        "tests/test_linear_attention.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "a norm is that of a row that decodes to zero",
+        "jaxcompact/backward.py",
+        "stored = jnp.where(abs(out) >= abs(stored) / _SHRUNK, out, stored)",
+        "stored = out",
+        "tests/test_linear_attention.py"
+        "::test_of_a_row_that_decodes_to_zero_the_norm_is_the_stored_one",
+    ),
+    Mutation(
+        "logits have four bits",
+        "jaxcompact/tensors.py",
+        "exponent=value in exponents,",
+        "exponent=False,",
+        "tests/test_exponents.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "a mean is carried into a variance that it does not fit",
+        "jaxcompact/optimizers.py",
+        'moment="reset" if centered else moment',
+        "moment=moment",
+        "tests/test_optimizers.py::test_a_centered_variance_outlives_a_new_projection",
+    ),
+    Mutation(
         "a norm is made again of what is rounded",
         "jaxcompact/tensors.py",
         "        self._add_norms()\n",
