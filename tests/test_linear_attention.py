@@ -5,6 +5,8 @@ theirs, and a row that the norm has to enlarge much, as the first tokens', would
 gradients many times too large: up to 1.5 off with 8 bits, 0.5 to 168 with 4.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -89,6 +91,28 @@ def test_gradients_are_near(name, policy, seed):
     for n in "qkvo":
         off = jnp.linalg.norm(found[n] - exact[n]) / jnp.linalg.norm(exact[n])
         assert off < {"int8": 0.06, "int4": 0.7}[policy], n
+
+
+@pytest.mark.parametrize("axes", ["Explicit", "Auto"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_devices_that_share_a_batch_find_the_same(name, axes):
+    """But for the order of sums, by which a code may turn."""
+    small = jc.checkpoint(LAYERS[name], policy=jc.policies.int4(), params=0)
+
+    def gradient(p, x):
+        return jax.grad(lambda p: jnp.mean((small(p, x) - x) ** 2))(p)
+
+    x = normal(9, 4, TOKENS, WIDTH)
+    alone = jax.jit(gradient)(PARAMS, x)
+    types = (getattr(jax.sharding.AxisType, axes),)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=types)
+    with jax.set_mesh(mesh):
+        place = partial(jax.NamedSharding, mesh)
+        params = jax.device_put(PARAMS, place(jax.P()))
+        found = jax.jit(gradient)(params, jax.device_put(x, place(jax.P("data"))))
+    for n in "qkvo":
+        off = jnp.linalg.norm(jax.device_get(found[n]) - jax.device_get(alone[n]))
+        assert off < 0.01 * jnp.linalg.norm(alone[n]), n
 
 
 def aggregate(normalize, p, x, adjacency):
