@@ -8,7 +8,7 @@ difference too, of directions, but there is none to be stored.
 from collections.abc import Mapping, Set
 
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, renames
+from jaxcompact.kinds import ELEMENTWISE, EXPONENTIALS, LAYOUT, REDUCTIONS, renames
 
 # Zero where what they read is.
 _MULTIPLES = frozenset(
@@ -32,7 +32,7 @@ def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
     if all(op.kind != "sub" for op in graph.ops):
         return found, bells
     made_by = {value: op for op in graph.ops for value in op.outs}
-    given, exponents = _given(graph), _exponents(graph)
+    given, exponents = given_by(graph), _exponents(graph)
     multiples: dict[int, set[int]] = {}  # value -> differences that it is a multiple of
     for op in graph.ops:
         if op.kind == "sub" and op.outs[0] in data and pair(op, graph, made_by):
@@ -60,12 +60,12 @@ def _exponents(graph: Graph) -> set[int]:
     found: set[int] = set()
     for op in reversed(graph.ops):
         terms = op.kind in _TERMS or op.kind in LAYOUT or renames(op)
-        if op.kind in ("exp", "exp2") or (terms and not found.isdisjoint(op.outs)):
+        if op.kind in EXPONENTIALS or (terms and not found.isdisjoint(op.outs)):
             found.update(op.reads)
     return found
 
 
-def _given(graph: Graph) -> set[int]:
+def given_by(graph: Graph) -> set[int]:
     """What an output is made of entry by entry or as sums, divided by nothing of it."""
     found = {v for v in graph.outputs if isinstance(v, int)}
     for op in reversed(graph.ops):
@@ -126,7 +126,7 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
     whole: dict[int, int] = {}  # value -> what it is a multiple of, row by row
     normed: set[int] = set()
     products: list[tuple[int, ...]] = []
-    given = _given(graph)
+    given = given_by(graph)
     for op in graph.ops:
         of = [whole.get(v, v) for v in op.reads]
         if is_square(op) and not summed.isdisjoint(op.outs):

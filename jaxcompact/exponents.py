@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping, Set
 
 from jax.extend.core import Literal
 
+from jaxcompact.differences import given_by
 from jaxcompact.graph import Graph, Op, bodies
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, REDUCTIONS, expensive, is_any, renames
+from jaxcompact.kinds import EXPONENTIALS, REDUCTIONS, expensive, is_any
 
-_EXPONENTIALS = frozenset("exp exp2".split())
 _FAST = 8  # radians of a sine for one of what it is made of
 
 
@@ -43,7 +43,7 @@ def find_exponents(
 def _exponents_of(
     op: Op, losses: Set[int], made_by: Mapping[int, Op]
 ) -> Collection[int]:
-    if op.kind in _EXPONENTIALS:
+    if op.kind in EXPONENTIALS:
         return op.reads
     if op.kind in ("sin", "cos"):
         return [v for v in op.reads if _is_fast(made_by.get(v))]
@@ -65,7 +65,7 @@ def _of_sigmoids(graph: Graph) -> set[int]:
         one = any(isinstance(v, Literal) and v.val == 1 for v in op.ins)
         if op.kind != "log1p" and not (op.kind == "add" and one):
             others.update(op.reads)
-    made = {v for op in graph.ops if op.kind in _EXPONENTIALS for v in op.outs}
+    made = {v for op in graph.ops if op.kind in EXPONENTIALS for v in op.outs}
     return made - others
 
 
@@ -76,14 +76,9 @@ def _is_fast(op: Op | None) -> bool:
 
 def _losses(graph: Graph) -> set[int]:
     """What an output is a sum of, or made of such sums, entry by entry."""
-    given = {v for v in graph.outputs if isinstance(v, int)}
-    found: set[int] = set()
+    given, found = given_by(graph), set()
     for op in reversed(graph.ops):
-        if op.kind in REDUCTIONS and not given.isdisjoint(op.outs):
-            found.update(op.reads)
-        elementwise = op.kind in ELEMENTWISE or op.kind == "custom_jvp_call"
-        if elementwise or op.kind in LAYOUT or op.kind in REDUCTIONS or renames(op):
-            for reached in (given, found):
-                if not reached.isdisjoint(op.outs):
-                    reached.update(op.reads)
+        sums = op.kind in REDUCTIONS and not given.isdisjoint(op.outs)
+        if sums or not found.isdisjoint(op.outs):
+            found.update(given.intersection(op.reads))
     return found

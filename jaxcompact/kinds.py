@@ -41,6 +41,7 @@ NONLINEAR = frozenset(
     erfc exp exp2 expm1 log log1p log2 logistic max min pow rsqrt sign sin sinh sqrt tan
     tanh""".split()
 )
+EXPONENTIALS = frozenset("exp exp2".split())
 SOLVES = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
 LINEAR_ALGEBRA = SOLVES | frozenset(
     """cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr

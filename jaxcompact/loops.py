@@ -5,12 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
-from jaxcompact.kinds import LAYOUT, expensive, is_any
+from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
 _INFINITE = 1e4  # what masks are filled with
 _SHIFTS = frozenset("add add_any convert_element_type max select_n sub".split())
-_EXPONENTIALS = frozenset("exp exp2".split())
 
 
 def inputs_of_body(
@@ -127,7 +126,7 @@ def _is_logarithm(graph: Graph, value: int) -> bool:
         )
         if op.kind in LAYOUT or op.kind in _SHIFTS or scaled:
             found.update(op.outs)
-        elif is_any(op, _EXPONENTIALS) and not expensive(op):
+        elif is_any(op, EXPONENTIALS) and not expensive(op):
             if not any(isinstance(v, Literal) or v in constants for v in op.ins):
                 return True
     return False

@@ -258,7 +258,8 @@ def _find(tree: Any, kind: type) -> Any:
 
 
 def _check_sketches(slots: dict[str, Slot], updates: Any, params: Any) -> None:
-    named, shapes = named_leaves(updates), _shapes(params)
+    named = named_leaves(updates)
+    shapes = {name: jnp.shape(leaf) for name, leaf in named_leaves(params)}
     if missing := slots.keys() - dict(named).keys():
         raise ValueError(f"updates: there is no gradient of {min(missing)!r}")
     for name, leaf in named:
@@ -280,10 +281,6 @@ def _check_sketches(slots: dict[str, Slot], updates: Any, params: Any) -> None:
                 f"{shapes[name]}, got {shape}: is it in another subspace? Each of "
                 f"several goes into an optax.multi_transform"
             )
-
-
-def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    return {name: jnp.shape(leaf) for name, leaf in named_leaves(params)}
 
 
 def _check_state(inner: Any, state: SubspaceState, sketched: Any, params: Any) -> None:

@@ -71,6 +71,12 @@ def data_dir() -> Path:
 
 
 @pytest.fixture
+def any_rank():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def optax_promotion():
     """optax computes ``decay ** count`` of a float and an int: not strict."""
     with jax.numpy_dtype_promotion("standard"):

@@ -16,12 +16,6 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-@pytest.fixture
-def any_rank():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 X = normal(3, 64, 32)
 PARAMS = {"a": normal(1, 32, 64) / 5, "b": 1.6 * normal(2, 64, 16)}
 

@@ -19,12 +19,6 @@ pytestmark = pytest.mark.usefixtures("any_rank")
 WIDTH, INNER, TOKENS = 64, 32, 64
 
 
-@pytest.fixture
-def any_rank():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
@@ -132,7 +126,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_of_a_row_that_decodes_to_zero_the_norm_is_the_stored_one(name):
     """Its own would be zero, and its gradient NaN, or 300 times too large."""
-    x = normal(7, 96, 16) * jnp.exp(1.5 * normal(3, 96, 1))
+    x = normal(7, 96, 16) * jnp.exp(normal(3, 96, 1))
     links = (jax.random.uniform(jax.random.key(1), (96, 96)) < 0.03).astype(float)
     links = jnp.where(jnp.arange(96)[:, None] < 60, 0.0, links) + jnp.eye(96)
     adjacency = links / links.sum(1, keepdims=True)
@@ -148,7 +142,7 @@ def test_of_a_row_that_decodes_to_zero_the_norm_is_the_stored_one(name):
     found, exact = gradient(small), gradient(layer)
     for n in "qo":
         off = jnp.linalg.norm(found[n] - exact[n]) / jnp.linalg.norm(exact[n])
-        assert off < 1, n  # what is left of the smallest rows is noise
+        assert off < 0.6, n  # of small rows 4 bits of a common scale leave little
 
 
 def test_q_and_k_have_the_bits_of_attentions():

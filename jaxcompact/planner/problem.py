@@ -159,7 +159,10 @@ def problem(
             parents[source] = parents[source.op.outs[0]]
     if found is None:
         whole = _normed(replay, items, above)
-        items = [_exactly(i) if i.source in whole else i for i in items]
+        for n, item in enumerate(items):
+            if item.source in whole:
+                exact = tuple(o for o in item.options if not o.lossy)
+                items[n] = replace(item, options=exact)
     makers = {v: op for op in graph.ops for v in op.outs}
     return Problem(
         tuple(items),
@@ -190,10 +193,6 @@ def _normed(
     norms = (v for v, (tensor, *_) in replay.chosen.items() if tensor.normed)
     found = frozenset().union(*(above.get(v, frozenset()) & products for v in norms))
     return found - frozenset().union(*(above[v] for v in found))
-
-
-def _exactly(item: Item) -> Item:
-    return replace(item, options=tuple(o for o in item.options if not o.lossy))
 
 
 def _item(
