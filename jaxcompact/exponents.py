@@ -16,9 +16,9 @@ _FAST = 8  # radians of a sine for one of what it is made of
 
 
 def find_exponents(
-    graph: Graph, fixed: Collection[int], stops: Collection[int]
+    graph: Graph, fixed: Collection[int], candidates: Collection[int]
 ) -> set[int]:
-    """The nearest of ``stops`` that exponentials are cheaply made of.
+    """Those of the ``candidates`` that exponentials are cheaply made of.
 
     Not of softplus and the like, whose derivative is 1 where the exponential is large,
     but where a sum of them is a loss.
@@ -35,9 +35,9 @@ def find_exponents(
             continue
         seen.add(value)
         op = made_by.get(value)
-        if value not in stops and op is not None and not expensive(op):
+        if op is not None and not expensive(op):
             todo += op.reads
-    return seen.intersection(stops)
+    return seen.intersection(candidates)
 
 
 def _exponents_of(

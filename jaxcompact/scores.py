@@ -51,7 +51,7 @@ def find_attention(
     Args:
         graph: where to look.
         fixed: values made of parameters alone.
-        stops: values at which following back ends, the candidates.
+        stops: the candidates.
         known: whether it is known which inputs are parameters.
         norms: of products that are made again, as of ``(q k^T) v``.
     """
@@ -62,15 +62,19 @@ def find_attention(
         return [v for v in op.reads if v not in fixed]
 
     def origins(value: int, axis: int | None) -> dict[int, int | None]:
-        """The candidates that a value is cheaply made of, and where its axis lies."""
+        """The candidates that a value is cheaply made of, and where its axis lies.
+
+        What has a name alone is made again of others, if the policy does not keep it.
+        """
         ends: dict[int, int | None] = {}
         todo, seen = [(value, axis)], set()
         while todo:
             value, axis = todo.pop()
             op = made_by.get(value)
-            if value in stops or op is None or op.kind not in CHEAP or not sources(op):
+            end = op is None or op.kind not in CHEAP or not sources(op)
+            if end or value in stops:
                 ends[value] = axis
-            elif value not in seen:
+            if not end and value not in seen:
                 seen.add(value)
                 todo += [
                     (v, _axis_before(op, v, axis, graph)) for v in sources(op)[::-1]

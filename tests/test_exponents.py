@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 
@@ -129,8 +130,25 @@ def test_what_is_no_exponent_has_four_bits():
     assert stored(logits, PARAMS, X)["dot_general.1"] == "drop"
 
 
+def test_a_name_on_the_way_changes_nothing():
+    """It is made again of what is stored, which has as many bits as without."""
+
+    def scores(p, x, name=checkpoint_name):
+        q, k = (name(x @ p["a"] / 8 + n, f"q{n}") for n in range(2))
+        attended = jax.nn.softmax(q @ k.T) @ x
+        return of_the_right(jax.nn.log_softmax(name(attended @ p["a"] / 8, "logits")))
+
+    named = stored(scores, PARAMS, X)
+    plain = stored(partial(scores, name=lambda x, name: x), PARAMS, X)
+    assert {n: action for n, action in named.items() if n in plain} == plain
+    assert {named[n] for n in ("q0", "q1", "logits")} == {"Recompute()"}
+    assert sum("bits=8" in action for action in plain.values()) == 3
+
+
 def test_only_the_nearest_has_eight_bits():
     wide = "Quantized(bits=8, symmetric=False)"
+    for name in ("binary", "logistic, by hand"):  # losses, as no activations are
+        assert stored(LOSSES[name], PARAMS, X)["dot_general.1"] == wide
     found = stored(LOSSES["log softmax"], PARAMS, X)
     assert found["dot_general.1"] == wide
     assert found["dot_general.0"] == found["x"] == "Quantized(bits=4)"
