@@ -55,7 +55,7 @@ MUTATIONS = [
         "jaxcompact/optimizers.py",
         'moment="reset" if centered else moment',
         "moment=moment",
-        "tests/test_optimizers.py::test_a_centered_variance_outlives_a_new_projection",
+        "tests/optimizers/test_inner.py::test_a_centered_variance_outlives_a_new_projection",
     ),
     Mutation(
         "a norm is made again of what is rounded",
@@ -150,7 +150,7 @@ MUTATIONS = [
         "jaxcompact/optimizers.py",
         "generation != state.generation,",
         "generation == state.generation,",
-        "tests/test_optimizers.py::test_adam_equals_the_formula_in_numpy[reset]",
+        "tests/optimizers/test_updates.py::test_adam_equals_the_formula_in_numpy[reset]",
     ),
     Mutation(
         "the limiter remembers the norm that was asked for",

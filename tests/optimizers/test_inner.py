@@ -1,0 +1,122 @@
+"""Transforms inside in_subspace that are more than moments."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcompact as jc
+from tests.optimizers.sketched import M, R, gradients, matrix, params, subspace
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+
+
+def test_apply_if_finite_inside_skips_a_step():
+    tx = jc.in_subspace(subspace(), optax.apply_if_finite(optax.scale_by_adam(), 3))
+    plain = jc.in_subspace(subspace(), optax.scale_by_adam())
+    tree, first, second = params(), gradients(0), gradients(1)
+    _, state = tx.update(first, tx.init(tree), tree)
+    _, plain_state = plain.update(first, plain.init(tree), tree)
+    skipped, after = tx.update(jax.tree.map(lambda g: g * jnp.nan, first), state, tree)
+    assert not any(update.any() for update in jax.tree.leaves(skipped))
+    updates, _ = tx.update(second, after, tree)
+    expected, _ = plain.update(second, plain_state, tree)
+    for got, wanted in zip(*map(jax.tree.leaves, (updates, expected)), strict=True):
+        # Compiled in one and not in the other; what P lifts are entries of about 1.
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_multisteps_inside_keeps_p_and_the_moments_for_an_accumulation():
+    """k mini-steps inside equal one step on their mean, also across a new P."""
+    space, k = subspace(period=2), 3
+    whole = jc.in_subspace(space, optax.scale_by_adam(), moment="transfer")
+    split = jc.in_subspace(
+        space, optax.MultiSteps(optax.scale_by_adam(), k), moment="transfer"
+    )
+    tree = params()
+    state, split_state = whole.init(tree), split.init(tree)
+    accumulator = split_state.inner.acc_grads["a"]["kernel"]
+    assert accumulator.shape == (R, M) and accumulator.dtype == jnp.float32
+    for step in range(5):
+        micro = [gradients(10 * step + i) for i in range(k)]
+        mean = jax.tree.map(lambda *g: sum(g) / k, *micro)
+        expected, state = whole.update(mean, state, tree)
+        for i, g in enumerate(micro):
+            assert int(jc.update_count(split_state)) == step
+            updates, split_state = split.update(g, split_state, tree)
+            if i < k - 1:
+                assert all(not u.any() for u in jax.tree.leaves(updates))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5),
+            updates,
+            expected,
+        )
+
+
+def test_moments_in_dicts_are_reset_too():
+    inner = optax.partition(
+        {"all": optax.trace(0.9)}, lambda t: jax.tree.map(lambda _: "all", t)
+    )
+    tx, tree = jc.in_subspace(subspace(period=1), inner), params()
+    state, ones = tx.init(tree), jax.tree.map(jnp.ones_like, gradients(0))
+    for _ in range(3):
+        _, state = tx.update(ones, state, tree)
+    traces = [x for x in jax.tree.leaves(state.inner) if x.shape == (R, M)]
+    np.testing.assert_array_equal(traces[0], 1.0)
+
+
+def test_an_inner_that_reads_parameters_gets_their_sketch():
+    tree, space = params(), subspace()
+    tx = jc.in_subspace(space, optax.add_decayed_weights(1.0))
+    zeros = jax.tree.map(jnp.zeros_like, gradients(0))
+    updates, _ = tx.update(zeros, tx.init(tree), tree)
+    p = matrix(space, tree, 0)
+    expected = p @ (p.T @ np.asarray(tree["a"]["kernel"]))
+    np.testing.assert_allclose(updates["a"]["kernel"], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(updates["bias"], tree["bias"])
+
+
+@pytest.mark.parametrize(
+    ("inner", "products"), [(optax.scale_by_adam(), 1), (optax.adamw(0.1), 2)]
+)
+def test_parameters_are_sketched_for_an_inner_that_reads_them_alone(inner, products):
+    """In the compiled update: P N, and P^T W only where weight decay wants it."""
+    tx, tree = jc.in_subspace(subspace(), inner, moment="keep"), params()
+    update = jax.jit(tx.update).lower(gradients(0), tx.init(tree), tree).compile()
+    assert len(re.findall(r" dot\(", update.as_text())) == products
+
+
+def test_a_centered_variance_outlives_a_new_projection():
+    """A transferred mean whose square is above the mean square would give NaN."""
+    tx = jc.in_subspace(
+        subspace(), optax.rmsprop(1e-3, centered=True), moment="transfer"
+    )
+    tree = params()
+    plain = jc.in_subspace(subspace(), optax.rmsprop(1e-3, centered=True))
+    steady = {"a": {"kernel": gradients(0)["a"]["kernel"]}, "bias": jnp.ones(M)}
+    state, other = tx.init(tree), plain.init(tree)
+    for _ in range(8):
+        updates, state = tx.update(steady, state, tree)
+        expected, other = plain.update(steady, other, tree)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected)
+        assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("inner", [optax.lars, optax.adafactor])
+def test_what_scales_by_parameters_takes_alpha(inner):
+    """Steps of the exact ones' size: P^T W is sqrt(n/r) times as large as W."""
+    n, r = 256, 16
+    tree = {"kernel": jax.random.normal(jax.random.key(0), (n, 128))}
+    sketch = {"kernel": jax.random.normal(jax.random.key(1), (r, 128))}
+    whole = {"kernel": jax.random.normal(jax.random.key(2), (n, 128))}
+
+    def step(tx, grads):
+        return jnp.linalg.norm(tx.update(grads, tx.init(tree), tree)[0]["kernel"])
+
+    rules = {"kernel": jc.Projection(r, alpha=(r / n) ** 0.5)}
+    tx = jc.in_subspace(jc.Subspace(rules, jax.random.key(3)), inner(1e-2))
+    # Norms of 2048 normal numbers: 1.6 % each, and of P, 1 / sqrt(2 r) a column.
+    assert abs(step(tx, sketch) / step(inner(1e-2), whole) - 1) < 0.2
