@@ -100,8 +100,8 @@ def plan_step(
             four or five tensors have 4 bits.
         codecs: what tensors may be encoded by where that was not measured. What
             attention is sensitive to is then stored as by `policies.int4`, exactly, or
-            made again: of an input in 3 bits that can be more than is counted (0.3 to
-            0.75 in place of 0.17 where a norm follows linear attention).
+            made again, which of a rounded input may add more than is counted: where a
+            norm follows linear attention, measure it.
         progress: called with a line for each compile; by default it goes to stderr.
 
     Times are measured, of each operation with the elementwise ones before it and of
