@@ -5,10 +5,15 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
-from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any
+from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any, renames
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
 _INFINITE = 1e4  # what masks are filled with
+# Linear, if one operand is: but for what guards a divisor from zero.
+_LINEAR = frozenset(
+    """add add_any clamp convert_element_type div dot_general max mul neg
+    reduce_sum""".split()
+)
 _SHIFTS = frozenset("add add_any convert_element_type max select_n sub".split())
 
 
@@ -23,7 +28,7 @@ def inputs_of_body(
     fixed = graph.independent_of(names)
     begins = [isinstance(v, int) and v not in fixed for v in outer]
     found = _new(body, begins, state)
-    infinite = infinities(graph)
+    infinite, inverts = infinities(graph), inverts_state(op, fixed)
     sizes = {i: body.avals[body.inputs[i]].size for i in found if i in state}
     keep = {}
     for i in found:
@@ -31,6 +36,8 @@ def inputs_of_body(
         # outside, and is not stored again.
         if i not in state:
             keep[i] = "belongs to a tensor outside"
+        elif inverts:
+            keep[i] = "it must fit what the loop is run on"
         elif _is_infinite(outer[i], infinite):
             keep[i] = "begins as an infinity, or as good as one"
         elif _is_logarithm(body, body.inputs[i]):
@@ -130,3 +137,44 @@ def _is_logarithm(graph: Graph, value: int) -> bool:
             if not any(isinstance(v, Literal) or v in constants for v in op.ins):
                 return True
     return False
+
+
+def inverts_state(op: Op, fixed: Collection[int]) -> bool:
+    """Whether a loop's state is made of inverses of its products with data.
+
+    As Sinkhorn's, ``v = b / (K^T u)``, ``u = a / (K v)``: with another K they are no
+    scalings of it, and the steps' errors multiply. Not normalization, where numerator
+    and divisor are products of the state.
+    """
+    state = state_of(op)
+    for body, _ in bodies(op) if state else ():
+        outer = zip(body.inputs, op.ins, strict=True)
+        data = {v for v, o in outer if isinstance(o, int) and o not in fixed}
+        moves = {body.inputs[i]: body.outputs[o] for i, o in state.items()}
+        begins = [v for v, end in moves.items() if v != end]
+        still = body.independent_of(begins)
+        exact = body.independent_of(data.union(begins))
+        # Linear in the state, or in its inverse; whether with a factor of data.
+        linear = dict.fromkeys(begins, False)
+        inverses: set[int] = set()  # and what is made of them
+        for inner in body.ops:
+            (out, *_), reads = inner.outs, [v for v in inner.reads if v in linear]
+            others = [v for v in inner.reads if v not in linear]
+            if not inverses.isdisjoint(inner.reads):
+                inverses.update(inner.outs)
+            if len(reads) != 1 or not still.issuperset(others):
+                continue
+            (value,) = reads
+            if inner.kind in _LINEAR or inner.kind in LAYOUT or renames(inner):
+                linear[out] = linear[value] or not exact.issuperset(others)
+            if linear[value] and _inverts(inner, value):
+                linear[out] = True
+                inverses.add(out)
+        if any(isinstance(v, int) and v in inverses for v in moves.values()):
+            return True
+    return False
+
+
+def _inverts(op: Op, value: int) -> bool:
+    power = op.kind == "integer_pow" and op.eqn.params["y"] == -1
+    return power or (op.kind == "div" and value == op.ins[1])

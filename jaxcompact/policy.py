@@ -229,6 +229,8 @@ class Compress:
         _require(self, "attention", Save | Recompute | Codec | None)
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        if tensor.cheap and tensor.divisor:
+            return Recompute(), "it must fit what is made again"
         if not tensor.floating:
             return self._decide_exact(tensor)
         read = tensor.discrete or tensor.divisor  # by a rule of `jax.custom_vjp`
@@ -257,7 +259,7 @@ class Compress:
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of softmax scores"
         if tensor.exponent and isinstance(self.scores, Quantized):
-            return self.scores, "an exponential is taken of it"
+            return self.scores, "an exponential or a norm is taken of it"
         if tensor.fused and self.attention not in (None, Recompute()):
             return self.attention, "of an attention that keeps its normalization"
         if isinstance(self.codec, Quantized):

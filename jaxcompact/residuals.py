@@ -42,7 +42,8 @@ def _residual(
     aval, op = recording.avals[source], source.op
     tensors = recording.tensors
     value = recording.links.get(source, source)
-    special = {"divisor": divisor, "discrete": discrete}
+    again = op in tensors.inverting
+    special = {"divisor": divisor or again, "discrete": discrete, "cheap": again}
     special = {name: True for name, holds in special.items() if holds}
     if value in tensors.found:
         return replace(tensors.found[value], **special)

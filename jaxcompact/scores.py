@@ -134,20 +134,26 @@ def find_attention(
 def _scores_inside(op: Op, fixed: set[int], known: bool) -> dict[int, int | None]:
     """Operands of scores among what an operation with a body reads, and their axes."""
     found: dict[int, int | None] = {}
-    scanned, state = scanned_inputs(op), state_of(op)
+    scanned = scanned_inputs(op)
     for body, first in _bodies(op):
-        outer = dict(zip(body.inputs, op.ins[first:], strict=True))
-        # A loop's state is new each time, whatever it begins as.
-        same = {
-            v
-            for i, (v, o) in enumerate(outer.items())
-            if i not in state and (isinstance(o, Literal) or o in fixed)
-        }
+        same = _same(body, op, first, fixed)
         inside = find_attention(body, same | {*body.constants}, set(), known).scores
-        for i, (v, o) in enumerate(outer.items()):
+        outer = zip(body.inputs, op.ins[first:], strict=True)
+        for i, (v, o) in enumerate(outer):
             if v in inside and v not in same and not isinstance(o, Literal):
                 found.setdefault(o, inside[v] + (i in scanned))
     return found
+
+
+def _same(body: Graph, op: Op, first: int, fixed: set[int]) -> set[int]:
+    """A body's inputs that are given what is fixed; not a loop's state, new each time,
+    whatever it begins as."""
+    state, outer = state_of(op), zip(body.inputs, op.ins[first:], strict=True)
+    return {
+        v
+        for i, (v, o) in enumerate(outer)
+        if i not in state and (isinstance(o, Literal) or o in fixed)
+    }
 
 
 def _bodies(op: Op) -> Iterable[tuple[Graph, int]]:
@@ -166,6 +172,18 @@ def is_product(op: Op, fixed: set[int], known: bool) -> bool:
         return False
     _, (batch, _) = op.eqn.params["dimension_numbers"]
     return len(op.reads) == 2 and (known or bool(batch))
+
+
+def multiplies(op: Op, fixed: set[int], known: bool) -> bool:
+    """Whether it is a product of two activations, or a loop in which there is one."""
+    if op.kind != "scan":
+        return is_product(op, fixed, known)
+    for body, first in bodies(op):
+        new = {*body.inputs} - _same(body, op, first, fixed)
+        same = body.independent_of(new)
+        if any(multiplies(inner, same, known) for inner in body.ops):
+            return True
+    return False
 
 
 def _sums(op: Op) -> bool:

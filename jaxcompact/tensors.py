@@ -28,9 +28,9 @@ from jaxcompact.kinds import (
     expensive,
     renames,
 )
-from jaxcompact.loops import exact_outputs
+from jaxcompact.loops import exact_outputs, inverts_state
 from jaxcompact.parts import find_parts
-from jaxcompact.scores import find_attention, is_product
+from jaxcompact.scores import find_attention, is_product, multiplies
 from jaxcompact.sums import find_sums
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
@@ -52,7 +52,9 @@ class Tensor:
         where: the line that made it, ``"mlp.py:41"``.
         frozen: an input that is not differentiated: data, a mask, a table. Kept by
             reference it takes no memory while its owner lives.
-        cheap: it is made of other candidates without an expensive operation.
+        cheap: it is made of other candidates without an expensive operation; or, with
+            ``divisor``, it must fit what these make when they are rounded: the sums of
+            a softmax over segments, all of a loop as Sinkhorn's.
         discrete: what it is made of is rounded away: made again from decoded values it
             could come out different.
         limit: for integers known to lie in ``[0, limit)``.
@@ -66,10 +68,11 @@ class Tensor:
             small errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute.
-        exponent: an exponential is taken of it, or of what is cheaply made of it.
+        exponent: an exponential is taken of it, or of what is cheaply made of it; or a
+            norm, and a loop of products gives it.
         terms: for the product of two activations, the number of terms summed up.
-        normed: a norm or variance of what is made of such a product. It is also made
-            again with that, and stands where no row has shrunk.
+        normed: a norm or variance of what is made of such products, or by a loop of
+            them. It is also made again with that, and stands where no row has shrunk.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
             policies with ``statistics``, sums and maxima too (of norms, of softmax).
@@ -126,6 +129,7 @@ class Tensors:
         fixed: values made of parameters and constants alone. They are never encoded.
         data: values that depend on what may be encoded: inputs, and what expensive
             operations make, also of indices, keys and parameters alone.
+        inverting: loops as Sinkhorn's (`inverts_state`).
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class Tensors:
                 if floating or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
+        self.inverting = {op for op in graph.ops if inverts_state(op, self.fixed)}
         for value, name in inputs.items():
             self._add(value, name=name, kind="input")
         for op in graph.ops:
@@ -157,7 +162,7 @@ class Tensors:
         self._add_names()
         self._move_to_sums()
         self._move_to_parts()
-        self._add_norms()
+        enlarged = self._add_norms()
         near, bells = find_differences(graph, self.data)
         self._add_differences(near)
         self._add_functions()
@@ -168,7 +173,7 @@ class Tensors:
         }
         norms = [v for v in stored if self.found[v].normed]
         attention = find_attention(graph, self.fixed, stored, known, norms)
-        exponents = find_exponents(graph, self.fixed, stored)
+        exponents = find_exponents(graph, self.fixed, stored) | enlarged
         steep = bells | find_angles(graph, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         made_by = {value: op for op in graph.ops for value in op.outs}
@@ -180,7 +185,7 @@ class Tensors:
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
                 exponent=value in exponents,
-                divisor=value in divisors or kind in LINEAR_ALGEBRA,
+                divisor=tensor.divisor or value in divisors or kind in LINEAR_ALGEBRA,
                 # A softmax over segments is then normalized as its terms are rounded.
                 cheap=tensor.cheap or (value in divisors and kind == "scatter-add"),
             )
@@ -197,12 +202,14 @@ class Tensors:
             floating = is_float(aval)
             name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
             if expensive(op):
+                # Its choice is stored, by which what it read is gathered.
+                ordered = op.kind in ORDERS and discrete
                 fields = {
                     "discrete": discrete and not floating,
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
-                    # Its choice is stored, by which what it read is gathered.
-                    "cheap": floating and op.kind in ORDERS and discrete,
+                    "cheap": floating and (ordered or op in self.inverting),
+                    "divisor": op in self.inverting,
                 }
             elif is_of_a_fraction(op, self.readers, self.data):
                 self._add_rounded(op.reads[0])
@@ -296,16 +303,20 @@ class Tensors:
                 tensor, name=name, shape=aval.shape, dtype=aval.dtype
             )
 
-    def _add_norms(self) -> None:
-        """What rows or channels are divided by."""
+    def _add_norms(self) -> set[int]:
+        """What rows or channels are divided by; of which loops of products give those
+        is returned."""
         norms = find_norms(self.graph, self.fixed)
-        products: set[int] = set()  # and what is cheaply made of them
+        products: dict[int, set[int]] = {}  # and what is cheaply made of them
+        enlarged: set[int] = set()
         for op in self.graph.ops:
-            of_product = not products.isdisjoint(op.reads)
             if expensive(op):
-                of_product = self._terms(op) is not None
-            if of_product:
-                products.update(op.outs)
+                made = multiplies(op, self.fixed, self.known)
+                loop = op.kind == "scan"
+                products |= {v: {v} if loop else set() for v in op.outs if made}
+            elif of := [products[v] for v in op.reads if v in products]:
+                products |= dict.fromkeys(op.outs, set().union(*of))
+            of_product = not products.keys().isdisjoint(op.outs)
             for value in self.data.intersection(op.outs) & norms.keys():
                 if value not in self.found:
                     self._add(value, name=op.name, kind="op", where=op.where)
@@ -315,6 +326,9 @@ class Tensors:
                     statistic=False,
                     normed=norms[value] and of_product,
                 )
+                if self.found[value].normed:
+                    enlarged |= products[value]
+        return enlarged
 
     def _add_differences(self, near: Collection[int]) -> None:
         """Of what is near, as a prediction is to its target."""

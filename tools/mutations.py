@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "a norm is made again of what is rounded",
         "jaxcompact/tensors.py",
-        "        self._add_norms()\n",
-        "",
+        "        enlarged = self._add_norms()\n",
+        "        enlarged = set()\n",
         "tests/test_steep.py::test_a_norm_of_what_is_rounded_away_stays",
     ),
     Mutation(
@@ -414,6 +414,27 @@ MUTATIONS = [
         'if tensor.kind == "function" and not read:',
         'if tensor.kind == "function":',
         "tests/test_steep.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "a loop that fits one kernel is stored beside another",
+        "jaxcompact/tensors.py",
+        "floating and (ordered or op in self.inverting)",
+        "floating and ordered",
+        "tests/test_sinkhorn.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "normalization counts as an inverse of a loop's state",
+        "jaxcompact/loops.py",
+        "if len(reads) != 1 or not still.issuperset(others):",
+        "if not reads:",
+        "tests/test_sinkhorn.py::test_other_loops_are_stored",
+    ),
+    Mutation(
+        "what a loop gives to a norm has few bits",
+        "jaxcompact/tensors.py",
+        "find_exponents(graph, self.fixed, stored) | enlarged",
+        "find_exponents(graph, self.fixed, stored)",
+        "tests/test_linear_attention.py::test_what_a_loop_gives_to_a_norm_has_8_bits",
     ),
     Mutation(
         "what a step does to modules is not compiled",
