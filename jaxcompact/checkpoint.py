@@ -12,6 +12,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from jaxcompact.graph import graph_of
+from jaxcompact.outputs import Outputs
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy
 from jaxcompact.sketched import SketchedKernel
@@ -127,7 +128,7 @@ def checkpoint(
                     f"forward mode (jvp, jacfwd): what is stored serves cotangents"
                 ) from error
             raise
-        return jax.tree.unflatten(traced.out_tree, outs)
+        return traced.outputs.whole(outs, traced.split(inputs)[0])
 
     TRACERS[wrapped] = trace
     return wrapped
@@ -285,15 +286,16 @@ def _trace(
     keep = {}
     if params is None:
         keep = dict.fromkeys(names, "may be a parameter: `params` was not given")
+    outputs = Outputs(graph, graph.independent_of(names), out_trees[-1])
     traced = Traced(
-        graph,
+        outputs.inside,
         names,
         keep,
         params is not None,
         policy,
         label=label,
         labels=labels,
-        out_tree=out_trees[-1],
+        outputs=outputs,
         prevent_cse=prevent_cse,
     )
     return traced, list(closed.consts)

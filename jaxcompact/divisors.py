@@ -164,6 +164,8 @@ def _of_squares(value: int, fixed: Collection[int], facts: _Facts) -> bool | Non
         sources = _sources(op, value, squared, facts)
         if op.kind in REDUCTIONS and (guarded or not sources):
             return squared or not facts.squares.isdisjoint(op.reads)
+        if guarded and op.kind in ("scatter-add", "dot_general"):
+            return False  # degrees of nodes, of which the guard is a small one
         if op.kind in ("max", "clamp") and not sources:
             guarded, sources = True, op.reads
         todo += [(v, squared, guarded) for v in sources]

@@ -128,7 +128,8 @@ class Replay:
             if not isinstance(action, Recompute)
             and not (isinstance(s, Residual) and s.op in made_again)
             and not (isinstance(action, Derivative) and action.value is None)
-            and not (isinstance(s, Choice) and action == Save())  # nothing is decoded
+            # Where nothing is decoded they are chosen again.
+            and not (isinstance(s, Choice) and action == Save() and not self.lossy)
             and s not in self.graph.inputs
         ]
         stored += [Slope(v) for v in self.slopes]

@@ -148,7 +148,7 @@ class Tensors:
         for op in graph.ops:
             for value in set(op.reads):
                 self.readers[value].append(op)
-            encoded = expensive(op) or op.kind == "name"
+            encoded = op.kind == "name" or (expensive(op) and not self._counts(op))
             for value in op.outs if self.fixed.isdisjoint(op.outs) else ():
                 floating = encoded and is_float(graph.avals[value])
                 if floating or not self.data.isdisjoint(op.reads):
@@ -208,7 +208,8 @@ class Tensors:
                     "discrete": discrete and not floating,
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
-                    "cheap": floating and (ordered or op in self.inverting),
+                    "cheap": floating
+                    and (ordered or self._counts(op) or op in self.inverting),
                     "divisor": op in self.inverting,
                 }
             elif is_of_a_fraction(op, self.readers, self.data):
@@ -242,6 +243,10 @@ class Tensors:
             and value in self.data
             and is_float(avals[value])
         )
+
+    def _counts(self, op: Op) -> bool:
+        """Whether it sums constants by indices: exact when made again, as degrees."""
+        return op.kind == "scatter-add" and self.data.isdisjoint(op.reads)
 
     def _terms(self, op: Op) -> int | None:
         if not is_product(op, self.fixed, self.known):

@@ -1,7 +1,7 @@
 """A traced function that is differentiated from what a policy has stored."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from jaxcompact.graph import (
 )
 from jaxcompact.loops import inputs_of_body
 from jaxcompact.norms import Norm
+from jaxcompact.outputs import Outputs, even
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
@@ -40,7 +41,7 @@ class Traced:
         known: whether it is known which inputs are parameters.
         policy: chooses the actions.
         label: the function's name.
-        out_tree: structure of its outputs.
+        outputs: all of the function that a user gave, whose graph has some of them.
         labels: name of each input that is a parameter.
     """
 
@@ -54,16 +55,20 @@ class Traced:
         *,
         label: str,
         labels: dict[int, str] | None = None,
-        out_tree: Any = None,
+        outputs: Outputs | None = None,
         prefix: str = "",
         prevent_cse: bool = True,
     ):
         self.graph, self.names, self.keep, self.known = graph, names, keep, known
         self.policy = policy
-        self.label, self.out_tree, self.prefix = label, out_tree, prefix
+        self.label, self.outputs, self.prefix = label, outputs, prefix
         self.prevent_cse, self.labels = prevent_cse, labels or {}
         self.plans: dict[tuple[bool, ...], Plan] = {}
         self.bodies: dict[Op, tuple[Traced, ...]] = {}
+
+    @property
+    def uneven(self) -> Collection[int]:
+        return self.outputs.uneven if self.outputs else ()
 
     def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
         if perturbed not in self.plans:
@@ -101,7 +106,8 @@ class Traced:
         @jax.jit
         def primal(*inputs):
             env = self.graph.run(inputs, lambda op, values, _: op.bind(*values))
-            return [read(env, v) for v in self.graph.outputs]
+            outs = [read(env, v) for v in self.graph.outputs]
+            return even(outs, self.uneven, inputs)
 
         return primal
 
@@ -212,7 +218,7 @@ class Plan:
         )
         if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
             outs, stored = tie((outs, stored))
-        return outs, stored
+        return even(outs, self.traced.uneven, inputs), stored
 
     def _in_one_pass(self, region: Region | Norm) -> bool:
         """Whether its sources' codec takes a kernel that evaluates it as well."""

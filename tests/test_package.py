@@ -32,6 +32,7 @@ LAYERS = (
         "sums",
         "parts",
         "loops",
+        "outputs",
         "schedule",
         "regions",
     },

@@ -1,0 +1,140 @@
+"""Outputs of a checkpoint that differ in what they are made of.
+
+`jax.custom_vjp` under `jax.vmap` takes the cotangent of an output that is the same for
+all examples for that of each: summed up, it counts as often as there are examples (jax
+0.12 refuses to). So what is made of parameters alone is made beside it, and all other
+outputs are seen to read what any of them reads.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import compress
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from jaxcompact.graph import Graph, Value, bodies, on_host, read, state_of
+
+
+class Outputs:
+    """A function's outputs, of which some are inputs or made of parameters alone.
+
+    Args:
+        graph: the function.
+        fixed: values made of parameters and constants alone.
+        tree: structure of its outputs.
+
+    Attributes:
+        inside: the function without these outputs.
+        uneven: places, of the outputs inside, of those that do not read all inputs that
+            others read.
+    """
+
+    def __init__(self, graph: Graph, fixed: set[int], tree: Any):
+        self.tree, self.inputs = tree, graph.inputs
+        known = fixed.union(graph.inputs)
+        self.apart = [isinstance(v, Literal) or v in known for v in graph.outputs]
+        self.others = [*compress(graph.outputs, self.apart)]
+        inside = (not apart for apart in self.apart)
+        self.inside = replace(graph, outputs=[*compress(graph.outputs, inside)])
+        self.uneven = _uneven(self.inside)
+        self.made = _cut(graph, [v for v in self.others if self._is_made(v)])
+
+    def _is_made(self, value: Value) -> bool:
+        return isinstance(value, Literal) or value not in self.inputs
+
+    def whole(self, inside: Sequence[Any], inputs: Sequence[Any]) -> Any:
+        """All outputs, with those of the function ``inside``."""
+        given = dict(zip(self.inputs, inputs, strict=True))
+        made = iter(self._make(*inputs) if self.made.outputs else ())
+        others = (next(made) if self._is_made(v) else given[v] for v in self.others)
+        inside = iter(inside)
+        leaves = [next(others if apart else inside) for apart in self.apart]
+        return jax.tree.unflatten(self.tree, leaves)
+
+    @cached_property
+    def _make(self) -> Callable:
+        @jax.jit
+        def make(*inputs):
+            env = self.made.run(inputs, lambda op, values, _: op.bind(*values))
+            return [read(env, v) for v in self.made.outputs]
+
+        return make
+
+
+def _uneven(graph: Graph) -> set[int]:
+    floating = [i for i, v in enumerate(graph.outputs) if _is_inexact(graph.avals[v])]
+    if len(floating) < 2:
+        return set()
+    inputs = [v for v in graph.inputs if _is_inexact(graph.avals[v])]
+    made_of = _made_of(graph, {v: 1 << i for i, v in enumerate(inputs)})
+    masks = {i: made_of[graph.outputs[i]] for i in floating}
+    every = _union(masks.values())
+    return {i for i, mask in masks.items() if mask != every}
+
+
+def even(
+    outs: Sequence[Any], uneven: Collection[int], inputs: Sequence[Any]
+) -> list[Any]:
+    """The same; ``uneven`` ones read all inputs, to no effect and, compiled, not."""
+    sums: dict[Any, Any] = {}  # by the axes of a `jax.shard_map` over which they vary
+    for x in inputs if uneven else ():
+        if _is_inexact(aval := jax.typeof(x)) and not on_host(x):
+            term = jnp.sum(x.real.astype(jnp.float32))
+            where = aval.manual_axis_type
+            sums[where] = sums.get(where, 0) + term
+
+    def evened(out: jax.Array) -> jax.Array:
+        one = sums.get(jax.typeof(out).manual_axis_type, jnp.float32(0))
+        other = out + jax.lax.stop_gradient(one).astype(out.dtype)
+        return jax.lax.select_n(jnp.zeros((), bool), out, other)
+
+    return [evened(out) if i in uneven else out for i, out in enumerate(outs)]
+
+
+def _is_inexact(aval: Any) -> bool:
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _cut(graph: Graph, outputs: list[Value]) -> Graph:
+    """The same for these outputs, without what they are not made of."""
+    needed = {v for v in outputs if isinstance(v, int)}
+    ops = []
+    for op in reversed(graph.ops):
+        if not needed.isdisjoint(op.outs):
+            needed.update(op.reads)
+            ops.append(op)
+    return replace(graph, outputs=outputs, ops=ops[::-1])
+
+
+def _union(masks: Iterable[int]) -> int:
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found
+
+
+def _made_of(graph: Graph, inputs: Mapping[int, int]) -> dict[int, int]:
+    """Which of the inputs, as bits, each value is made of."""
+    found = dict.fromkeys(graph.constants, 0) | dict.fromkeys(graph.inputs, 0)
+    found |= inputs
+    for op in graph.ops:
+        masks = [0 if isinstance(v, Literal) else found[v] for v in op.ins]
+        outs = None
+        for body, first in bodies(op):
+            given = dict(zip(body.inputs, masks[first:], strict=True))
+            state, ends = state_of(op), []
+            while True:
+                made = _made_of(body, given)
+                ends = [0 if isinstance(v, Literal) else made[v] for v in body.outputs]
+                again = {body.inputs[i]: ends[o] for i, o in state.items()}
+                if all(mask | given[v] == given[v] for v, mask in again.items()):
+                    break
+                given |= {v: mask | given[v] for v, mask in again.items()}
+            index = _union(masks[:first])
+            outs = [a | b | index for a, b in zip(outs or ends, ends, strict=True)]
+        found.update(zip(op.outs, outs or [_union(masks)] * len(op.outs), strict=True))
+    return found

@@ -1,0 +1,140 @@
+"""`jax.vmap` around a checkpoint of which some outputs are the same for all examples.
+
+Their cotangents count once. `jax.custom_vjp` alone would count them for each example,
+or, from jax 0.12 on, refuse to.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxcompact as jc
+from jaxcompact import nnx as cnnx
+from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS, relative
+
+W, X, Y = (
+    jax.random.normal(jax.random.key(i), shape) / scale
+    for i, (shape, scale) in enumerate([((64, 64), 8), ((8, 16, 64), 1), ((16, 64), 1)])
+)
+
+
+def penalized(w, x, y):
+    """A layer, a penalty of its weights, and a loss that it has none of."""
+    return jnp.tanh(x @ w), jnp.sum(w**2), jnp.float32(0), w
+
+
+def two(w, x, y):
+    """The second is of another activation."""
+    return jnp.tanh(x @ w), jnp.sin(y @ w), jnp.sum(y**2)
+
+
+def summed(w, x, y):
+    """A loop carries the penalty beside the activation."""
+
+    def step(carry, _):
+        x, total = carry
+        return (jnp.tanh(x @ w), total + jnp.sum(w**2)), None
+
+    (x, total), _ = jax.lax.scan(step, (x, jnp.float32(0)), None, length=3)
+    return x * y, total
+
+
+def summed_branches(w, x, y):
+    x, total = jax.lax.cond(
+        jnp.sum(y) > 0, lambda x: (x @ w, jnp.sum(w)), lambda x: (x, w[0, 0]), x
+    )
+    return x, total
+
+
+def gradients(fun, axes, args):
+    def loss(*args):
+        outs = jax.vmap(fun, axes)(*args)
+        return sum(jnp.sum(out**2) for out in outs)
+
+    return jax.grad(loss, argnums=(0, 1, 2))(*args)
+
+
+@pytest.mark.parametrize(
+    "policy", [SAVE, AGAIN, LOSSY], ids=["save", "again", "8 bits"]
+)
+@pytest.mark.parametrize("params", [0, None])
+@pytest.mark.parametrize("fun", [penalized, two, summed, summed_branches])
+def test_what_examples_share_counts_once(fun, params, policy):
+    axes, args = (None, 0, None), (W, X, Y)
+    small = jc.checkpoint(fun, policy=policy, params=params)
+    found, exact = (gradients(f, axes, args) for f in (small, fun))
+    assert relative(found, exact) < (0.02 if policy is LOSSY else ULPS)
+
+
+@pytest.mark.parametrize("params", [0, None])
+def test_what_models_share_counts_once(params):
+    """As adapters of one model: the second output has the weights of none."""
+
+    def fun(w, x, y):
+        return jnp.tanh(x @ w), jnp.sin(x)
+
+    axes, args = (0, None, None), (jnp.stack([W, 2 * W]), X[0], Y)
+    small = jc.checkpoint(fun, policy=SAVE, params=params)
+    found, exact = (gradients(f, axes, args) for f in (small, fun))
+    assert relative(found, exact) < ULPS
+
+
+def test_nothing_is_read_for_it():
+    """To be seen to read what others do costs a compiled program nothing."""
+
+    def fun(w, x, y):
+        return jnp.tanh(x @ w), jnp.sin(y)
+
+    small = jc.checkpoint(fun, policy=SAVE, params=0)
+
+    def gradient(*args):
+        outs, backward = jax.vjp(small, *args)
+        return outs, backward(outs)
+
+    for program in (small, gradient):
+        assert " reduce(" not in jax.jit(program).lower(W, X[0], Y).compile().as_text()
+
+
+def test_what_a_closure_reads_is_known():
+    def gradient(checkpoint):
+        def loss(w, x):
+            def one(x):
+                return checkpoint(lambda w: (jnp.tanh(x @ w), jnp.sum(w**2)))(w)
+
+            y, total = jax.vmap(one)(x)
+            return jnp.sum(y**2) + jnp.sum(total)
+
+        return jax.grad(loss, argnums=(0, 1))(W, X)
+
+    found = gradient(lambda fun: jc.checkpoint(fun, policy=SAVE))
+    assert relative(found, gradient(lambda fun: fun)) < ULPS
+
+
+def test_what_is_made_of_parameters_alone_is_the_same_for_all():
+    small = jc.checkpoint(penalized, policy=LOSSY, params=0)
+    outs = jax.vmap(small, (None, 0, None), out_axes=(0, None, None, None))(W, X, Y)
+    expected = penalized(W, X[0], Y)
+    assert outs[3] is W
+    for got, want in zip(outs[1:], expected[1:], strict=True):
+        assert got.shape == want.shape
+
+
+def test_state_of_modules_is_the_same_for_all():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(64, 64, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.tanh(self.linear(x)), jnp.sum(self.linear.kernel[...] ** 2)
+
+    def gradient(fun):
+        def loss(model):
+            y, total = nnx.vmap(fun, in_axes=(None, 0))(model, X)
+            return jnp.sum(y**2) + jnp.sum(total)
+
+        return nnx.grad(loss)(Block(nnx.Rngs(0)))
+
+    small = cnnx.checkpoint(lambda model, x: model(x), policy=LOSSY)
+    found, exact = map(gradient, (small, lambda model, x: model(x)))
+    assert relative(found, exact) < 0.02
