@@ -204,12 +204,12 @@ class Tensors:
             if expensive(op):
                 # Its choice is stored, by which what it read is gathered.
                 ordered = op.kind in ORDERS and discrete
+                again = ordered or self._counts(op) or op in self.inverting
                 fields = {
                     "discrete": discrete and not floating,
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
-                    "cheap": floating
-                    and (ordered or self._counts(op) or op in self.inverting),
+                    "cheap": floating and again,
                     "divisor": op in self.inverting,
                 }
             elif is_of_a_fraction(op, self.readers, self.data):

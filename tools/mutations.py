@@ -446,8 +446,8 @@ MUTATIONS = [
     Mutation(
         "a loop that fits one kernel is stored beside another",
         "jaxcompact/tensors.py",
-        "floating and (ordered or op in self.inverting)",
-        "floating and ordered",
+        "again = ordered or self._counts(op) or op in self.inverting",
+        "again = ordered or self._counts(op)",
         "tests/test_sinkhorn.py::test_gradients_are_near",
     ),
     Mutation(
