@@ -2,8 +2,8 @@
 
 `jax.custom_vjp` under `jax.vmap` takes the cotangent of an output that is the same for
 all examples for that of each: summed up, it counts as often as there are examples (jax
-0.12 refuses to). So what is made of parameters alone is made beside it, and all other
-outputs are seen to read what any of them reads.
+0.12 refuses to). So what is made of parameters alone is made beside it (and again by
+the backward pass), and all other outputs are seen to read what any of them reads.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Outputs:
     """
 
     def __init__(self, graph: Graph, fixed: set[int], tree: Any):
-        self.tree, self.inputs = tree, graph.inputs
+        self.tree, self.places = tree, {v: i for i, v in enumerate(graph.inputs)}
         known = fixed.union(graph.inputs)
         self.apart = [isinstance(v, Literal) or v in known for v in graph.outputs]
         self.others = [*compress(graph.outputs, self.apart)]
@@ -44,13 +44,15 @@ class Outputs:
         self.made = _cut(graph, [v for v in self.others if self._is_made(v)])
 
     def _is_made(self, value: Value) -> bool:
-        return isinstance(value, Literal) or value not in self.inputs
+        return isinstance(value, Literal) or value not in self.places
 
     def whole(self, inside: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """All outputs, with those of the function ``inside``."""
-        given = dict(zip(self.inputs, inputs, strict=True))
         made = iter(self._make(*inputs) if self.made.outputs else ())
-        others = (next(made) if self._is_made(v) else given[v] for v in self.others)
+        others = (
+            next(made) if self._is_made(v) else inputs[self.places[v]]
+            for v in self.others
+        )
         inside = iter(inside)
         leaves = [next(others if apart else inside) for apart in self.apart]
         return jax.tree.unflatten(self.tree, leaves)
@@ -58,6 +60,7 @@ class Outputs:
     @cached_property
     def _make(self) -> Callable:
         @jax.jit
+        @jax.checkpoint
         def make(*inputs):
             env = self.made.run(inputs, lambda op, values, _: op.bind(*values))
             return [read(env, v) for v in self.made.outputs]

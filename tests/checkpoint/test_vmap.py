@@ -12,6 +12,7 @@ from flax import nnx
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
 from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS, relative
+from tests.test_replay import crossing
 
 W, X, Y = (
     jax.random.normal(jax.random.key(i), shape) / scale
@@ -118,6 +119,19 @@ def test_what_is_made_of_parameters_alone_is_the_same_for_all():
     assert outs[3] is W
     for got, want in zip(outs[1:], expected[1:], strict=True):
         assert got.shape == want.shape
+
+
+def test_what_is_made_of_parameters_alone_stores_nothing():
+    """What a closure holds is none of the activations."""
+    x = X[0]
+
+    def fun(w):
+        for _ in range(4):
+            w = jnp.tanh(w @ w)
+        return x @ w
+
+    held = crossing(jc.checkpoint(fun, policy=LOSSY, params=0), W)
+    assert all(aval.shape in (W.shape, x.shape) for aval in held) and len(held) <= 2
 
 
 def test_state_of_modules_is_the_same_for_all():
