@@ -158,7 +158,7 @@ def inverts_state(op: Op, fixed: Collection[int]) -> bool:
         linear = dict.fromkeys(begins, False)
         inverses: set[int] = set()  # and what is made of them
         for inner in body.ops:
-            (out, *_), reads = inner.outs, [v for v in inner.reads if v in linear]
+            reads = [v for v in inner.reads if v in linear]
             others = [v for v in inner.reads if v not in linear]
             if not inverses.isdisjoint(inner.reads):
                 inverses.update(inner.outs)
@@ -166,10 +166,11 @@ def inverts_state(op: Op, fixed: Collection[int]) -> bool:
                 continue
             (value,) = reads
             if inner.kind in _LINEAR or inner.kind in LAYOUT or renames(inner):
-                linear[out] = linear[value] or not exact.issuperset(others)
+                scaled = linear[value] or not exact.issuperset(others)
+                linear[inner.outs[0]] = scaled
             if linear[value] and _inverts(inner, value):
-                linear[out] = True
-                inverses.add(out)
+                linear[inner.outs[0]] = True
+                inverses.update(inner.outs)
         if any(isinstance(v, int) and v in inverses for v in moves.values()):
             return True
     return False

@@ -128,6 +128,16 @@ def of_parameters(w, x, y):
     return jax.lax.scan(step, start, None, length=STEPS)[0] @ y[0]
 
 
-@pytest.mark.parametrize("fun", [normalized, given, of_parameters])
+def printed(w, x, y):
+    """An operation without a result."""
+
+    def step(state, row):
+        jax.debug.callback(lambda state: None, state)
+        return jnp.tanh(state @ w) + row, None
+
+    return jax.lax.scan(step, x[0], x)[0] @ y[0]
+
+
+@pytest.mark.parametrize("fun", [normalized, given, of_parameters, printed])
 def test_other_loops_are_stored(fun):
     assert stored(fun, W, X, Y)
