@@ -5,15 +5,11 @@ from collections.abc import Collection, Mapping, Sequence
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
-from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any, renames
+from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any
+from jaxcompact.scalings import inverts_state
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
 _INFINITE = 1e4  # what masks are filled with
-# Linear, if one operand is: but for what guards a divisor from zero.
-_LINEAR = frozenset(
-    """add add_any clamp convert_element_type div dot_general max mul neg
-    reduce_sum""".split()
-)
 _SHIFTS = frozenset("add add_any convert_element_type max select_n sub".split())
 
 
@@ -137,45 +133,3 @@ def _is_logarithm(graph: Graph, value: int) -> bool:
             if not any(isinstance(v, Literal) or v in constants for v in op.ins):
                 return True
     return False
-
-
-def inverts_state(op: Op, fixed: Collection[int]) -> bool:
-    """Whether a loop's state is made of inverses of its products with data.
-
-    As Sinkhorn's, ``v = b / (K^T u)``, ``u = a / (K v)``: with another K they are no
-    scalings of it, and the steps' errors multiply. Not normalization, where numerator
-    and divisor are products of the state.
-    """
-    state = state_of(op)
-    for body, _ in bodies(op) if state else ():
-        outer = zip(body.inputs, op.ins, strict=True)
-        data = {v for v, o in outer if isinstance(o, int) and o not in fixed}
-        moves = {body.inputs[i]: body.outputs[o] for i, o in state.items()}
-        begins = [v for v, end in moves.items() if v != end]
-        still = body.independent_of(begins)
-        exact = body.independent_of(data.union(begins))
-        # Linear in the state, or in its inverse; whether with a factor of data.
-        linear = dict.fromkeys(begins, False)
-        inverses: set[int] = set()  # and what is made of them
-        for inner in body.ops:
-            reads = [v for v in inner.reads if v in linear]
-            others = [v for v in inner.reads if v not in linear]
-            if not inverses.isdisjoint(inner.reads):
-                inverses.update(inner.outs)
-            if len(reads) != 1 or not still.issuperset(others):
-                continue
-            (value,) = reads
-            if inner.kind in _LINEAR or inner.kind in LAYOUT or renames(inner):
-                scaled = linear[value] or not exact.issuperset(others)
-                linear[inner.outs[0]] = scaled
-            if linear[value] and _inverts(inner, value):
-                linear[inner.outs[0]] = True
-                inverses.update(inner.outs)
-        if any(isinstance(v, int) and v in inverses for v in moves.values()):
-            return True
-    return False
-
-
-def _inverts(op: Op, value: int) -> bool:
-    power = op.kind == "integer_pow" and op.eqn.params["y"] == -1
-    return power or (op.kind == "div" and value == op.ins[1])

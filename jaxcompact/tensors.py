@@ -28,8 +28,9 @@ from jaxcompact.kinds import (
     expensive,
     renames,
 )
-from jaxcompact.loops import exact_outputs, inverts_state
+from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts
+from jaxcompact.scalings import inverts_state
 from jaxcompact.scores import find_attention, is_product, multiplies
 from jaxcompact.sums import find_sums
 

@@ -452,9 +452,30 @@ MUTATIONS = [
     ),
     Mutation(
         "normalization counts as an inverse of a loop's state",
-        "jaxcompact/loops.py",
+        "jaxcompact/scalings.py",
         "if len(reads) != 1 or not still.issuperset(others):",
         "if not reads:",
+        "tests/test_sinkhorn.py::test_other_loops_are_stored",
+    ),
+    Mutation(
+        "potentials are stored beside other costs",
+        "jaxcompact/scalings.py",
+        "made |= _of_sums(body, begins, still - sliced)",
+        "made |= set()",
+        "tests/test_sinkhorn.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "attention in a loop counts as potentials",
+        "jaxcompact/scalings.py",
+        "for value, done in steps.items() if done == len(_OF_SUMS)}",
+        "for value, done in steps.items() if done >= 3}",
+        "tests/test_sinkhorn.py::test_other_loops_are_stored",
+    ),
+    Mutation(
+        "what each step adds counts as what all steps share",
+        "jaxcompact/scalings.py",
+        "if i not in scanned]",
+        "if i >= 0]",
         "tests/test_sinkhorn.py::test_other_loops_are_stored",
     ),
     Mutation(
