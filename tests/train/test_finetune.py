@@ -159,6 +159,7 @@ def test_a_run_under_a_budget_resumes_to_the_same_losses(
     monkeypatch.setattr(jc.planner, "measuring", measuring)
     monkeypatch.setattr(jc, "plan_step", plan_step)
     monkeypatch.setattr(planning, "FIRST", 2)
+    monkeypatch.setattr(planning.Plans, "tell_size", lambda self: None)  # 10 s each
     given = [*arguments, "--method", "exact", "--epochs", "0.2"]  # 4 steps
     planned = ["--memory-budget", "1GiB", "--checkpoint-every", "1", "--keep", "9"]
     whole, other = tmp_path / "whole" / "exact", tmp_path / "other"

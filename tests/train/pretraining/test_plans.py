@@ -107,6 +107,7 @@ def test_a_plan_is_made_anew_and_found_again(book, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(planning.Planner, "measure", measure)
     monkeypatch.setattr(jc, "plan_step", plan_step)
     monkeypatch.setattr(planning, "FIRST", 2)
+    monkeypatch.setattr(planning.Plans, "tell_size", lambda self: None)  # 10 s each
     arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "6"]
     arguments += ["--memory-budget", "1GiB", "--checkpoint-every", "1", "--keep", "9"]
     out = tmp_path / "out"
