@@ -5,7 +5,10 @@ The difference itself is rounded beside what it is. A cosine's gradient is such 
 difference too, of directions, but there is none to be stored.
 """
 
+import math
 from collections.abc import Mapping, Set
+
+from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ELEMENTWISE, EXPONENTIALS, LAYOUT, REDUCTIONS, renames
@@ -19,6 +22,8 @@ _EVEN = frozenset("cos cosh square".split())
 _TERMS = frozenset("add convert_element_type div mul neg reduce_sum sub".split())
 _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -x)
 _THROUGH = ELEMENTWISE | {"custom_jvp_call"}
+_LEAST = 0.1  # of a constant that a prediction may be near; not what guards a root
+_GROUP = 64  # entries that are rounded together
 
 
 def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
@@ -29,13 +34,15 @@ def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
     """
     found: set[int] = set()
     bells: set[int] = set()
-    if all(op.kind != "sub" for op in graph.ops):
+    constants = {v for op in graph.ops if _is_from_constant(op) for v in op.outs}
+    if not constants and all(op.kind != "sub" for op in graph.ops):
         return found, bells
     made_by = {value: op for op in graph.ops for value in op.outs}
     given, exponents = given_by(graph), _exponents(graph)
     multiples: dict[int, set[int]] = {}  # value -> differences that it is a multiple of
     for op in graph.ops:
-        if op.kind == "sub" and op.outs[0] in data and pair(op, graph, made_by):
+        differs = op.kind == "sub" and pair(op, graph, made_by)
+        if (differs or constants.issuperset(op.outs)) and not data.isdisjoint(op.outs):
             multiples[op.outs[0]] = {*op.outs}
             continue
         of_each = [multiples[v] for v in op.reads if v in multiples]
@@ -49,10 +56,50 @@ def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
             elif op.kind in _OF_TWO and len(of_each) == 2:
                 found |= of_each[0] & of_each[1]
             elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
-                found.update(*of_each)  # logaddexp(x, 0)
+                found |= set().union(*of_each) - constants  # logaddexp(x, 0)
         if op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op):
             multiples |= dict.fromkeys(op.outs, set().union(*of_each))
     return found - bells, bells
+
+
+def _is_from_constant(op: Op) -> bool:
+    constants = [v.val for v in op.ins if isinstance(v, Literal)]
+    one = op.kind in ("add", "sub") and len(constants) == len(op.reads) == 1
+    return one and abs(constants[0]) >= _LEAST
+
+
+def find_scaled(graph: Graph, differences: Set[int]) -> set[int]:
+    """Of which some count more than their neighbours do.
+
+    They or their squares have factors or divisors, as by deviations or units, that
+    differ within what is rounded together.
+    """
+    found: set[int] = set()
+    made_by = {value: op for op in graph.ops for value in op.outs}
+    multiples = {v: {v} for v in differences}  # and of their squares
+    for op in graph.ops:
+        of_each = [multiples[v] for v in op.reads if v in multiples]
+        if not of_each:
+            continue
+        if op.kind in ("mul", "div"):
+            factors = (v for v in op.reads if v not in multiples)
+            if any(_steps(v, op, graph, made_by) < _GROUP for v in factors):
+                found.update(*of_each)
+        if op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op) or is_square(op):
+            multiples |= dict.fromkeys(op.outs, set().union(*of_each))
+    return found
+
+
+def _steps(value: int, op: Op, graph: Graph, made_by: Mapping[int, Op]) -> float:
+    """So many neighbours in its result have the same factor."""
+    sizes = dict(enumerate(graph.avals[value].shape))
+    source = made_by.get(value)
+    if source and source.kind == "broadcast_in_dim":
+        axes = source.eqn.params["broadcast_dimensions"]
+        sizes = dict(zip(axes, source.eqn.invars[0].aval.shape, strict=True))
+    varying = [axis for axis, size in sizes.items() if size > 1]
+    shape = graph.avals[op.outs[0]].shape
+    return math.prod(shape[max(varying) + 1 :]) if varying else math.inf
 
 
 def _exponents(graph: Graph) -> set[int]:

@@ -6,11 +6,12 @@ from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
 from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any
-from jaxcompact.scalings import inverts_state
+from jaxcompact.solving import solves_for_state
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
 _INFINITE = 1e4  # what masks are filled with
-_SHIFTS = frozenset("add add_any convert_element_type max select_n sub".split())
+_SHIFTS = frozenset("add add_any convert_element_type max neg select_n sub".split())
+_EXTREMES = frozenset("min reduce_max reduce_min".split())
 
 
 def inputs_of_body(
@@ -24,7 +25,7 @@ def inputs_of_body(
     fixed = graph.independent_of(names)
     begins = [isinstance(v, int) and v not in fixed for v in outer]
     found = _new(body, begins, state)
-    infinite, inverts = infinities(graph), inverts_state(op, fixed)
+    infinite, solves = infinities(graph), solves_for_state(op, fixed)
     sizes = {i: body.avals[body.inputs[i]].size for i in found if i in state}
     keep = {}
     for i in found:
@@ -32,7 +33,7 @@ def inputs_of_body(
         # outside, and is not stored again.
         if i not in state:
             keep[i] = "belongs to a tensor outside"
-        elif inverts:
+        elif solves:
             keep[i] = "it must fit what the loop is run on"
         elif _is_infinite(outer[i], infinite):
             keep[i] = "begins as an infinity, or as good as one"
@@ -81,7 +82,7 @@ def infinities(graph: Graph, inputs: Collection[int] = ()) -> set[int]:
         infinite = [_is_infinite(v, found) for v in op.ins]
         if op.kind == "max":
             outs = op.outs if all(infinite) else ()
-        elif op.kind in LAYOUT or op.kind in _SHIFTS or op.kind == "scatter-add":
+        elif op.kind in LAYOUT | _SHIFTS | _EXTREMES or op.kind == "scatter-add":
             outs = op.outs if any(infinite) else ()
         else:
             outs = [op.outs[i] for i in _infinite_outputs(op, infinite)]
@@ -123,9 +124,8 @@ def _is_logarithm(graph: Graph, value: int) -> bool:
         if found.isdisjoint(op.reads):
             continue
         scale = op.ins[1:] if op.kind == "div" else op.ins
-        scaled = op.kind == "neg" or (
-            op.kind in ("div", "mul")
-            and any(isinstance(v, Literal) or v in constants for v in scale)
+        scaled = op.kind in ("div", "mul") and any(
+            isinstance(v, Literal) or v in constants for v in scale
         )
         if op.kind in LAYOUT or op.kind in _SHIFTS or scaled:
             found.update(op.outs)

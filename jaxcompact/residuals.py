@@ -42,7 +42,7 @@ def _residual(
     aval, op = recording.avals[source], source.op
     tensors = recording.tensors
     value = recording.links.get(source, source)
-    again = op in tensors.inverting
+    again = op in tensors.solving
     special = {"divisor": divisor or again, "discrete": discrete, "cheap": again}
     special = {name: True for name, holds in special.items() if holds}
     if value in tensors.found:

@@ -8,14 +8,14 @@ costs no memory traffic that is not there anyway, and is exact.
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
-from jaxcompact.differences import find_angles, find_differences
+from jaxcompact.differences import find_angles, find_differences, find_scaled
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
@@ -30,8 +30,8 @@ from jaxcompact.kinds import (
 )
 from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts
-from jaxcompact.scalings import inverts_state
 from jaxcompact.scores import find_attention, is_product, multiplies
+from jaxcompact.solving import solves_for_state
 from jaxcompact.sums import find_sums
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
@@ -55,7 +55,7 @@ class Tensor:
             reference it takes no memory while its owner lives.
         cheap: it is made of other candidates without an expensive operation; or, with
             ``divisor``, it must fit what these make when they are rounded: the sums of
-            a softmax over segments, all of a loop as Sinkhorn's.
+            a softmax over segments, all of a loop as Sinkhorn's or Newton's.
         discrete: what it is made of is rounded away: made again from decoded values it
             could come out different.
         limit: for integers known to lie in ``[0, limit)``.
@@ -65,8 +65,8 @@ class Tensor:
             normalization for its backward pass; None for all others.
         divisor: others are divided by it, a logarithm or root is taken of it, it
             belongs to a matrix factorization or solve, or holds infinities or
-            logarithms that a loop has added up, or its cosine with another is given:
-            small errors of it may be large ones.
+            logarithms that a loop has added up, or its cosine with another is given,
+            or it is a difference that is scaled: small errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute.
         exponent: an exponential is taken of it, or of what is cheaply made of it; or a
@@ -130,7 +130,7 @@ class Tensors:
         fixed: values made of parameters and constants alone. They are never encoded.
         data: values that depend on what may be encoded: inputs, and what expensive
             operations make, also of indices, keys and parameters alone.
-        inverting: loops as Sinkhorn's (`inverts_state`).
+        solving: loops as Sinkhorn's and Newton's (`solves_for_state`).
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Tensors:
                 if floating or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
-        self.inverting = {op for op in graph.ops if inverts_state(op, self.fixed)}
+        self.solving = {op for op in graph.ops if solves_for_state(op, self.fixed)}
         for value, name in inputs.items():
             self._add(value, name=name, kind="input")
         for op in graph.ops:
@@ -205,13 +205,13 @@ class Tensors:
             if expensive(op):
                 # Its choice is stored, by which what it read is gathered.
                 ordered = op.kind in ORDERS and discrete
-                again = ordered or self._counts(op) or op in self.inverting
+                again = ordered or self._counts(op) or op in self.solving
                 fields = {
                     "discrete": discrete and not floating,
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
                     "cheap": floating and again,
-                    "divisor": op in self.inverting,
+                    "divisor": op in self.solving,
                 }
             elif is_of_a_fraction(op, self.readers, self.data):
                 self._add_rounded(op.reads[0])
@@ -336,14 +336,16 @@ class Tensors:
                     enlarged |= products[value]
         return enlarged
 
-    def _add_differences(self, near: Collection[int]) -> None:
+    def _add_differences(self, near: Set[int]) -> None:
         """Of what is near, as a prediction is to its target."""
+        scaled = find_scaled(self.graph, near)
         for op in self.graph.ops:
             for value in near.intersection(op.outs):
                 if value not in self.found:
                     self._add(value, name=op.name, kind="op", where=op.where)
-                tensor = self.found[value]
-                self.found[value] = replace(tensor, cheap=False, near=True)
+                self.found[value] = replace(
+                    self.found[value], cheap=False, near=True, divisor=value in scaled
+                )
 
     def _add_functions(self) -> None:
         """Nonlinear ones that others read, and that are no candidates already."""

@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
     {"projection", "kinds", "choices", "sources"},
-    {"differences", "sketched", "scalings"},
+    {"differences", "sketched", "solving"},
     {
         "linear",
         "limiter",

@@ -1,8 +1,9 @@
-"""Loops whose state is made of inverses of its products with data: optimal transport.
+"""Loops that solve for their state: optimal transport's, Newton's.
 
-Their scalings fit one kernel. Beside another, made again of rounded points, gradients
+Scalings fit one kernel. Beside another, made again of rounded points, gradients
 were 0.2 (8 bits) and 1.6 (4 bits) off, and 0.1 to 0.5 by potentials, the logarithms of
-scalings: such a loop is made again with its kernel.
+scalings: such a loop is made again with its kernel. Errors of Newton's inverses and
+roots, 0.6 and 0.8 after 14 steps with 4 bits, were 300 and 10 after 40.
 """
 
 import functools
@@ -136,6 +137,49 @@ def test_nothing_of_the_loop_is_stored(fun):
     assert nbytes(crossing(small, W, X, Y)) == 2 * sum(c.nbytes(X.shape) for c in codes)
 
 
+def covariances(w, x):
+    m = jnp.tanh(x @ w).reshape(4, 16, WIDTH)
+    return m, m @ m.mT / WIDTH + 0.5 * jnp.eye(16)
+
+
+def inverse(steps, w, x, y):
+    """Newton's, of each of a batch."""
+    m, c = covariances(w, x)
+    begin = c / jnp.abs(c).sum(-1).max(-1)[:, None, None] ** 2
+    z = jax.lax.fori_loop(0, steps, lambda _, z: z @ (2 * jnp.eye(16) - c @ z), begin)
+    return jnp.mean((z @ m) ** 2)
+
+
+def root(steps, w, x, y):
+    """Newton and Schulz's, of both signs: all that is read is the state."""
+    m, c = covariances(w, x)
+    size = jnp.trace(c, axis1=1, axis2=2)[:, None, None]
+
+    def step(state, _):
+        y, z = state
+        half = (3 * jnp.eye(16) - z @ y) / 2
+        return (y @ half, half @ z), None
+
+    begin = c / size, jnp.broadcast_to(jnp.eye(16), c.shape)
+    (_, z), _ = jax.lax.scan(step, begin, None, length=steps)
+    return jnp.mean((z / jnp.sqrt(size) @ m) ** 2)
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("fun", [inverse, root])
+def test_errors_do_not_grow_with_the_steps_of_newton(fun, policy):
+    """A covariance has twice the rounding of its factors, in its root or inverse."""
+    for steps in (14, 40):
+        off = error(functools.partial(fun, steps), getattr(jc.policies, policy)())
+        assert off < {"int8": 0.03, "int4": 0.3}[policy]
+
+
+def error(fun, policy):
+    small = jc.checkpoint(fun, policy=policy, params=0)
+    found, exact = (jax.jit(jax.grad(f))(W, X, Y) for f in (small, fun))
+    return jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)
+
+
 def stored(fun, *args):
     rows = jc.explain(fun, *args, policy=jc.policies.int4(), params=0).rows
     return {r.name for r in rows if r.stored and r.name.startswith("scan.0.")}
@@ -205,6 +249,31 @@ def attention_to_what_is_shared(w, x, y):
     return jax.lax.scan(step, x[1], x @ w)[0] @ y[0]
 
 
+def attention_to_itself(w, x, y):
+    """Products of the state with itself, of which parameters are factors."""
+
+    def step(state, row):
+        q, k = state @ w, state @ (w + 1)
+        return q @ k.T @ state / WIDTH**3 + row, None
+
+    return jax.lax.scan(step, x[:4] @ w, x.reshape(-1, 4, WIDTH))[0].sum()
+
+
+def of_a_conjugate_gradient(w, x, y):
+    """Products of vectors, of which there is one number."""
+    m = x @ w
+    a = m.T @ m / POINTS + jnp.eye(WIDTH)
+
+    def step(state, _):
+        z, r, p = state
+        size = (r @ r) / (p @ a @ p)
+        new = r - size * (a @ p)
+        return (z + size * p, new, new + (new @ new) / (r @ r) * p), None
+
+    begin = jnp.zeros(WIDTH), y[0], y[0]
+    return jax.lax.scan(step, begin, None, length=4)[0][0] @ y[1]
+
+
 OTHERS = [
     normalized,
     given,
@@ -212,6 +281,8 @@ OTHERS = [
     printed,
     logarithms_of_steps,
     attention_to_what_is_shared,
+    attention_to_itself,
+    of_a_conjugate_gradient,
 ]
 
 

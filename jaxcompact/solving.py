@@ -1,4 +1,8 @@
-"""Loops that scale a kernel until its sums are given ones: optimal transport's."""
+"""Loops that solve for their state: optimal transport's, Newton's.
+
+A state fits what the loop is run on. Beside other data, or once it is rounded, it is no
+solution, and what the steps do to the error is multiplied.
+"""
 
 from collections.abc import Collection
 
@@ -19,13 +23,15 @@ _OF_SUMS = (
 )
 
 
-def inverts_state(op: Op, fixed: Collection[int]) -> bool:
+def solves_for_state(op: Op, fixed: Collection[int]) -> bool:
     """Whether a loop's state is made of inverses of its products with data.
 
     As Sinkhorn's, ``v = b / (K^T u)``, ``u = a / (K v)``: with another K they are no
-    scalings of it, and the steps' errors multiply. Not normalization, where numerator
-    and divisor are products of the state. Or in logarithms, with data that all steps
-    share: ``f = -eps logsumexp((g - C) / eps)``.
+    scalings of it. Not normalization, where numerator and divisor are products of the
+    state. Or in logarithms, with data that all steps share: ``f = -eps logsumexp((g -
+    C) / eps)``. Or of matrix products of the state with itself, as Newton's inverse,
+    ``Z (2 - C Z)``, and Newton and Schulz's roots, ``Y (3 - Z Y) / 2``; not with
+    parameters between, as attention in a loop.
     """
     state, scanned = state_of(op), scanned_inputs(op)
     for body, _ in bodies(op) if state else ():
@@ -38,6 +44,7 @@ def inverts_state(op: Op, fixed: Collection[int]) -> bool:
         exact, sliced = (body.independent_of({*vs, *begins}) for vs in (data, shared))
         made = _of_inverses(body, begins, still, exact)
         made |= _of_sums(body, begins, still - sliced)
+        made |= _of_powers(body, begins, still, exact)
         if not made.isdisjoint(moves.values()):
             return True
     return False
@@ -81,3 +88,29 @@ def _of_sums(body: Graph, begins: Collection[int], data: Collection[int]) -> set
                 done += done > 0 or not data.isdisjoint(op.reads)
             steps |= dict.fromkeys(op.outs, done)
     return {value for value, done in steps.items() if done == len(_OF_SUMS)}
+
+
+def _of_powers(
+    body: Graph, begins: Collection[int], still: Collection[int], exact: Collection[int]
+) -> set[int]:
+    """What is made of matrix products of the state with itself, and linear in them."""
+    linear = dict.fromkeys(begins, False)  # in the state; whether in such products
+    for op in body.ops:
+        reads = [v for v in op.reads if v in linear]
+        others = [v for v in op.reads if v not in linear]
+        product = _is_matrix_product(op)
+        by_parameters = product and others and exact.issuperset(others)
+        if not reads or by_parameters or not still.issuperset(others):
+            continue
+        if op.kind in _LINEAR or op.kind == "sub" or op.kind in LAYOUT or renames(op):
+            made = (product and not others) or any(linear[v] for v in reads)
+            linear |= dict.fromkeys(op.outs, made)
+    return {value for value, made in linear.items() if made}
+
+
+def _is_matrix_product(op: Op) -> bool:
+    if op.kind != "dot_general":
+        return False
+    contracting, batch = op.eqn.params["dimension_numbers"]
+    each = zip(op.eqn.invars, contracting, batch, strict=True)
+    return all(len(gone) + len(shared) < v.aval.ndim for v, gone, shared in each)
