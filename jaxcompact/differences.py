@@ -10,7 +10,7 @@ from collections.abc import Mapping, Set
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op
+from jaxcompact.graph import Graph, Op, is_float
 from jaxcompact.kinds import ELEMENTWISE, EXPONENTIALS, LAYOUT, REDUCTIONS, renames
 
 # Zero where what they read is.
@@ -63,7 +63,8 @@ def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
 
 
 def _is_from_constant(op: Op) -> bool:
-    constants = [v.val for v in op.ins if isinstance(v, Literal)]
+    literals = (v for v in op.ins if isinstance(v, Literal))
+    constants = [v.val for v in literals if is_float(v.aval)]
     one = op.kind in ("add", "sub") and len(constants) == len(op.reads) == 1
     return one and abs(constants[0]) >= _LEAST
 

@@ -45,7 +45,7 @@ def solves_for_state(op: Op, fixed: Collection[int]) -> bool:
         made = _of_inverses(body, begins, still, exact)
         made |= _of_sums(body, begins, still - sliced)
         made |= _of_powers(body, begins, still, exact)
-        if not made.isdisjoint(moves.values()):
+        if any(isinstance(v, int) and v in made for v in moves.values()):
             return True
     return False
 

@@ -249,6 +249,16 @@ def attention_to_what_is_shared(w, x, y):
     return jax.lax.scan(step, x[1], x @ w)[0] @ y[0]
 
 
+def of_a_constant(w, x, y):
+    """A part of the state is one number after each step."""
+
+    def step(state, row):
+        h, size = state
+        return (jnp.tanh(h @ w * size) + row, 1.0), None
+
+    return jax.lax.scan(step, (x[0], 0.5), x)[0][0] @ y[0]
+
+
 def attention_to_itself(w, x, y):
     """Products of the state with itself, of which parameters are factors."""
 
@@ -281,6 +291,7 @@ OTHERS = [
     printed,
     logarithms_of_steps,
     attention_to_what_is_shared,
+    of_a_constant,
     attention_to_itself,
     of_a_conjugate_gradient,
 ]
