@@ -230,7 +230,7 @@ def printed(w, x, y):
 
 
 def logarithms_of_steps(w, x, y):
-    """The same in logarithms: each step adds another row."""
+    """`normalized` in logarithms: each step adds another row."""
 
     def step(state, seen):
         state = jax.nn.logsumexp((state + seen)[:, None] + jax.nn.log_softmax(w), 0)
