@@ -23,7 +23,7 @@ _TERMS = frozenset("add convert_element_type div mul neg reduce_sum sub".split()
 _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -x)
 _THROUGH = ELEMENTWISE | {"custom_jvp_call"}
 _LEAST = 0.1  # of a constant that a prediction may be near; not what guards a root
-_GROUP = 64  # entries that are rounded together
+_GROUP = 64  # entries that are rounded together, by default
 
 
 def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
@@ -39,16 +39,13 @@ def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
         return found, bells
     made_by = {value: op for op in graph.ops for value in op.outs}
     given, exponents = given_by(graph), _exponents(graph)
-    multiples: dict[int, set[int]] = {}  # value -> differences that it is a multiple of
+    subtracted = (op for op in graph.ops if op.kind == "sub")
+    pairs = {v for op in subtracted if pair(op, graph, made_by) for v in op.outs}
+    begins = data & (constants | pairs)
+    multiples = _multiples(graph, begins)
     for op in graph.ops:
-        differs = op.kind == "sub" and pair(op, graph, made_by)
-        if (differs or constants.issuperset(op.outs)) and not data.isdisjoint(op.outs):
-            multiples[op.outs[0]] = {*op.outs}
-            continue
         of_each = [multiples[v] for v in op.reads if v in multiples]
-        if not of_each:
-            continue
-        if not given.isdisjoint(op.outs):
+        if of_each and begins.isdisjoint(op.outs) and not given.isdisjoint(op.outs):
             if is_square(op) and not exponents.isdisjoint(op.outs):
                 bells.update(*of_each)
             elif is_square(op) or op.kind in _EVEN:
@@ -57,9 +54,18 @@ def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
                 found |= of_each[0] & of_each[1]
             elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
                 found |= set().union(*of_each) - constants  # logaddexp(x, 0)
-        if op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op):
-            multiples |= dict.fromkeys(op.outs, set().union(*of_each))
     return found - bells, bells
+
+
+def _multiples(graph: Graph, differences: Set[int]) -> dict[int, set[int]]:
+    """Value -> those that it is a multiple of, or of their squares."""
+    found = {v: {v} for v in differences}
+    for op in graph.ops:
+        of_each = [found[v] for v in op.reads if v in found]
+        through = op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op)
+        if differences.isdisjoint(op.outs) and of_each and (through or is_square(op)):
+            found |= dict.fromkeys(op.outs, set().union(*of_each))
+    return found
 
 
 def _is_from_constant(op: Op) -> bool:
@@ -77,17 +83,13 @@ def find_scaled(graph: Graph, differences: Set[int]) -> set[int]:
     """
     found: set[int] = set()
     made_by = {value: op for op in graph.ops for value in op.outs}
-    multiples = {v: {v} for v in differences}  # and of their squares
+    multiples = _multiples(graph, differences)
     for op in graph.ops:
         of_each = [multiples[v] for v in op.reads if v in multiples]
-        if not of_each:
-            continue
-        if op.kind in ("mul", "div"):
-            factors = (v for v in op.reads if v not in multiples)
+        factors = (v for v in op.reads if v not in multiples)
+        if of_each and op.kind in ("mul", "div"):
             if any(_steps(v, op, graph, made_by) < _GROUP for v in factors):
                 found.update(*of_each)
-        if op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op) or is_square(op):
-            multiples |= dict.fromkeys(op.outs, set().union(*of_each))
     return found
 
 

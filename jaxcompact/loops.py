@@ -11,7 +11,7 @@ from jaxcompact.solving import solves_for_state
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
 _INFINITE = 1e4  # what masks are filled with
 _SHIFTS = frozenset("add add_any convert_element_type max neg select_n sub".split())
-_EXTREMES = frozenset("min reduce_max reduce_min".split())
+_EXTREMES = frozenset("reduce_max reduce_min".split())
 
 
 def inputs_of_body(
@@ -80,7 +80,7 @@ def infinities(graph: Graph, inputs: Collection[int] = ()) -> set[int]:
     found = set(inputs)
     for op in graph.ops:
         infinite = [_is_infinite(v, found) for v in op.ins]
-        if op.kind == "max":
+        if op.kind in ("max", "min"):
             outs = op.outs if all(infinite) else ()
         elif op.kind in LAYOUT | _SHIFTS | _EXTREMES or op.kind == "scatter-add":
             outs = op.outs if any(infinite) else ()

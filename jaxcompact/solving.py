@@ -85,7 +85,8 @@ def _of_sums(body: Graph, begins: Collection[int], data: Collection[int]) -> set
         if of := [steps[v] for v in op.reads if v in steps]:
             done = max(of)
             if done < len(_OF_SUMS) and op.kind in _OF_SUMS[done]:
-                done += done > 0 or not data.isdisjoint(op.reads)
+                if done or not data.isdisjoint(op.reads):  # of the first: which it adds
+                    done += 1
             steps |= dict.fromkeys(op.outs, done)
     return {value for value, done in steps.items() if done == len(_OF_SUMS)}
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import jax
@@ -23,24 +22,6 @@ if jax.config.jax_platforms == "cpu" or not os.environ.get("JAXCOMPACT_TEST_GPU"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-def pytest_addoption(parser):
-    text = "of each test one of its cases, by a hash of their names"
-    parser.addoption("--one-case", action="store_true", help=text)
-
-
-@pytest.hookimpl(trylast=True)  # what -m and -k leave
-def pytest_collection_modifyitems(config, items):
-    """Over all tests the cases differ: each dtype, codec and shape is still there."""
-    if not config.getoption("one_case"):
-        return
-    chosen = {}
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
-        chosen.setdefault(item.nodeid.partition("[")[0], item)
-    kept = set(chosen.values())
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -100,9 +100,8 @@ def plan_step(
             four or five tensors have 4 bits.
         codecs: what tensors may be encoded by where that was not measured. What
             attention is sensitive to is then stored as by `policies.int4`, exactly, or
-            made again. What is made again of a rounded input adds more than is counted:
-            0.3 where a plan says 0.17, of a transformer's block of which only the input
-            is stored, in 3 bits; 0.5 where a norm follows linear attention. Measure it.
+            made again. What is made again of a rounded input adds more than is counted,
+            most of all where a norm follows linear attention: measure it.
         progress: called with a line for each compile; by default it goes to stderr.
 
     Times are measured, of each operation with the elementwise ones before it and of
