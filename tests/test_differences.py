@@ -165,16 +165,6 @@ def test_a_constant_is_a_target_too(sign, policy, bound):
     assert error(loss, getattr(jc.policies, policy)(), params) < bound
 
 
-def test_a_hinge_is_none():
-    """Its derivative is a mask; a difference would be one more tensor for nothing."""
-    wrapped = jc.checkpoint(
-        lambda p, x: jax.nn.relu(1 - predicted(p, x)).sum(),
-        policy=jc.policies.int4(),
-        params=0,
-    )
-    assert not any(name.startswith("sub") for name in stored(wrapped, PARAMS, X))
-
-
 @pytest.mark.parametrize(
     ("weights", "action"),
     [
