@@ -52,7 +52,8 @@ def checkpoint(
     `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that
-    are kept as they are.
+    are kept as they are. In a scan, masks and constants that are broadcast are made in
+    each step, where of `jax.checkpoint`'s functions JAX holds them in full size.
 
     Args:
         fun: any differentiable function of pytrees.

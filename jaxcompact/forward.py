@@ -10,6 +10,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Op, graph_of, read, tie
+from jaxcompact.hoisting import Broadcasts
 from jaxcompact.norms import Norm, find_norms
 from jaxcompact.policy import Save
 from jaxcompact.program import Program
@@ -25,6 +26,7 @@ class Forward:
         count: of outputs.
         order: which of what the program makes each slot stores.
         actions: each slot's.
+        perturbed: which inputs are differentiated.
 
     Attributes:
         graph: the program's.
@@ -38,11 +40,13 @@ class Forward:
         count: int,
         order: Sequence[int],
         actions: Sequence[Save | Codec],
+        perturbed: Sequence[bool],
     ):
         self.consts, self.reads = program.consts, reads
         self.count, self.slots = count, len(order)
         graph = self.graph = graph_of(program.jaxpr)
         outputs, made = graph.outputs[:count], graph.outputs[count:]
+        self.broadcasts = Broadcasts(graph, [*compress(perturbed, reads)])
         self.places: dict[Any, list[int]] = defaultdict(list)
         for k, i in enumerate(order):
             self.places[made[i]].append(k)
@@ -96,6 +100,7 @@ class Forward:
             if op in inside:
                 return [None]
             if op not in ends:
+                values = values_of(op, env)
                 return list(map(keep, op.outs, op.bind(*values)))
             region = ends[op]
             outs, encoded = evaluate(region, [env[v] for v in region.reads])
@@ -104,7 +109,9 @@ class Forward:
             env.update(zip(region.makes, outs, strict=True))
             return outs[:1]
 
-        inputs = map(keep, graph.inputs, [*self.consts, *compress(inputs, self.reads)])
+        given = [*self.consts, *compress(inputs, self.reads)]
+        values_of = self.broadcasts.reader(given)
+        inputs = map(keep, graph.inputs, given)
         graph = replace(graph, ops=_in_order(graph.ops, ends))
         env = graph.run(list(inputs), rule)
         outs = [read(env, v) for v in graph.outputs[:count]]

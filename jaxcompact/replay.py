@@ -74,7 +74,7 @@ class Replay:
         bind: Callable[[Op, list[Any]], list[Any]],
         prefix: str = "",
     ):
-        self.graph, self.policy = graph, policy
+        self.graph, self.policy, self.perturbed = graph, policy, perturbed
         self.keep, self.prefix = keep, prefix
         statistics = getattr(policy, "statistics", False)
         self.tensors = Tensors(graph, names, known, statistics)
@@ -199,7 +199,9 @@ class Replay:
         self.inputs_read = inputs
         self.kept = sorted({*kept, *compress(range(len(inputs)), self.derive_reads)})
         actions = [slot.action for slot in self.slots]
-        self.forward = Forward(forward, reads, len(graph.outputs), order, actions)
+        self.forward = Forward(
+            forward, reads, len(graph.outputs), order, actions, self.perturbed
+        )
 
     def _cut(
         self, outputs: list[bool], sources: list[Source]

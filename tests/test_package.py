@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
     {"projection", "kinds", "choices", "sources"},
-    {"differences", "sketched", "solving"},
+    {"differences", "hoisting", "sketched", "solving"},
     {
         "linear",
         "limiter",

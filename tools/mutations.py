@@ -29,6 +29,27 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "what layers share is broadcast ahead of their loop",
+        "jaxcompact/hoisting.py",
+        "values = [lax.select_n(never(where), x, x)]",
+        "values = [x]",
+        "tests/test_hoisting.py::test_nothing_is_made_ahead_of_the_loop",
+    ),
+    Mutation(
+        "a mask that layers share is stored by each",
+        "jaxcompact/hoisting.py",
+        "self.free = graph.independent_of(set(compress(inputs, perturbed)))",
+        "self.free = set()",
+        "tests/test_hoisting.py::test_a_mask_that_is_stored_is_stored_once",
+    ),
+    Mutation(
+        "noise is compared with a constant of x's size",
+        "kernels/quantize/reference.py",
+        "x = jnp.where(u < 1, x, -x)",
+        "x = jnp.where(u < 1, x, 0)",
+        "tests/test_hoisting.py::test_nothing_is_made_ahead_of_the_loop",
+    ),
+    Mutation(
         "a norm is another's than of the product that is made again",
         "jaxcompact/backward.py",
         "stored = jnp.where(abs(out) >= abs(stored) / _SHRUNK, out, stored)",

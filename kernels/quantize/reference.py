@@ -159,8 +159,9 @@ def quantize(
     u = None if seed is None else uniform(x, seed, axis)
     if u is not None:
         # Always so. XLA else computes in x's own shape up to where u comes in, and
-        # writes that, in float32, if a group goes on in the next row.
-        x = jnp.where(u < 1, x, 0)
+        # writes that, in float32, if a group goes on in the next row. No constant is
+        # in the other place: a scan would hold it, in x's shape.
+        x = jnp.where(u < 1, x, -x)
     code = levels.code(x, of, u, bits=bits).astype(jnp.uint8)
     packed = bits_reference.pack(code, bits=bits, axis=axis)
     lows = None if of.lows is None else of.lows.squeeze(axis)
