@@ -78,7 +78,9 @@ class Broadcasts:
 def _grows(op: Op) -> bool:
     if op.kind != "broadcast_in_dim":
         return False
-    return op.eqn.invars[0].aval.size < op.eqn.outvars[0].aval.size
+    before, after = op.eqn.invars[0].aval, op.eqn.outvars[0].aval
+    is_key = jnp.issubdtype(after.dtype, jax.dtypes.prng_key)
+    return before.size < after.size and not is_key
 
 
 def _never(inputs: Sequence[Any], where: Any) -> jax.Array:
