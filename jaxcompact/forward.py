@@ -46,7 +46,6 @@ class Forward:
         self.count, self.slots = count, len(order)
         graph = self.graph = graph_of(program.jaxpr)
         outputs, made = graph.outputs[:count], graph.outputs[count:]
-        self.broadcasts = Broadcasts(graph, [*compress(perturbed, reads)])
         self.places: dict[Any, list[int]] = defaultdict(list)
         for k, i in enumerate(order):
             self.places[made[i]].append(k)
@@ -62,6 +61,10 @@ class Forward:
         self.regions = [*find_regions(graph, codecs, outputs | others)]
         saved = {v for v in others - outputs if asked[v] == Save()}
         self.regions += find_norms(graph, codecs, saved, outputs | others - saved)
+        wanted = [v for region in self.regions for v in region.reads]
+        self.broadcasts = Broadcasts(
+            graph, [*compress(perturbed, reads)], [*graph.outputs, *wanted]
+        )
 
     def slots_of(self, region: Region | Norm) -> list[int]:
         return [self.places[v][0] for v in region.sources]
@@ -97,10 +100,11 @@ class Forward:
             return x
 
         def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
-            if op in inside:
-                return [None]
+            if op in inside or op in self.broadcasts.left_out:
+                return [None] * len(op.outs)
             if op not in ends:
-                values = values_of(op, env)
+                if op in self.broadcasts.readers:
+                    values = values_of(op, env)
                 return list(map(keep, op.outs, op.bind(*values)))
             region = ends[op]
             outs, encoded = evaluate(region, [env[v] for v in region.reads])

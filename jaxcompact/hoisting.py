@@ -3,21 +3,22 @@
 Where `jax.grad` differentiates a scan, JAX makes whatever depends on nothing that
 changes from step to step once, ahead of the loop: a mask that is broadcast to the
 scores' shape, and the constant that it writes there, are then arrays of that size, kept
-and read in each step. Here such a broadcast is made of the inputs as well, though of
-none of their entries, and so where it is read: by XLA within what reads it.
+and read in each step. Here such a broadcast is tied to the inputs, by what XLA drops
+again, and so is made where it is read: by XLA within what reads it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, read
+from jaxcompact.graph import Graph, Op, Value, on_host, read
 from jaxcompact.kinds import ELEMENTWISE, renames
 
 
@@ -31,26 +32,46 @@ class Broadcasts:
     Args:
         graph: of a function.
         perturbed: which of its inputs, the last ones, are differentiated.
+        wanted: values that are asked for besides what its operations read.
+
+    Attributes:
+        free: values that are made of no differentiated input.
+        makers: what makes each of these values.
+        readers: the operations that read them beside what is differentiated.
+        left_out: those of ``makers`` that nothing else reads.
     """
 
-    def __init__(self, graph: Graph, perturbed: Sequence[bool]):
+    def __init__(
+        self, graph: Graph, perturbed: Sequence[bool], wanted: Collection[Value]
+    ):
         inputs = graph.inputs[len(graph.inputs) - len(perturbed) :]
         self.free = graph.independent_of(set(compress(inputs, perturbed)))
         self.makers: dict[int, Op] = {}
+        self.readers: set[Op] = set()
         plain = {*graph.inputs, *self.free}
         for op in graph.ops:
-            light = op.kind in ELEMENTWISE or renames(op)
             large = not self.makers.keys().isdisjoint(op.reads)
-            if _grows(op) and plain.issuperset(op.reads):
-                self.makers[op.outs[0]] = op
-            elif light and large and self.free.issuperset(op.outs):
+            if large and not self.free.issuperset(op.outs):
+                self.readers.add(op)
+            elif large and (op.kind in ELEMENTWISE or renames(op)):
                 self.makers.update(dict.fromkeys(op.outs, op))
-            elif renames(op) and plain.issuperset(op.reads):
+            elif not plain.issuperset(op.reads):
+                continue
+            elif _grows(op):
+                self.makers[op.outs[0]] = op
+            elif renames(op):
                 plain.update(op.outs)
+        self.left_out: set[Op] = set()
+        wanted = {v for v in wanted if not isinstance(v, Literal)}
+        for op in reversed(graph.ops):
+            if op.outs and op.outs[0] in self.makers and wanted.isdisjoint(op.outs):
+                self.left_out.add(op)
+            again = self.makers.keys() if op in self.readers else ()
+            wanted.update(v for v in op.reads if v not in again)
 
     def reader(self, inputs: Sequence[Any]) -> Callable[[Op, dict[int, Any]], list]:
-        """``(op, env) -> values`` that an operation reads, in a run of the graph."""
-        never = cache(lambda where: _never(inputs, where))
+        """``(op, env) -> values`` that one of ``readers`` reads, in a run."""
+        never = cache(lambda: _never(inputs))
         made: dict[int, Any] = {}
 
         def again(value: Value, env: dict[int, Any]) -> Any:
@@ -59,38 +80,33 @@ class Broadcasts:
             if value not in made:
                 op = self.makers[value]
                 if _grows(op):
-                    x = jnp.asarray(read(env, op.ins[0]), op.eqn.invars[0].aval.dtype)
-                    where = jax.typeof(x).manual_axis_type
-                    values = [lax.select_n(never(where), x, x)]
+                    x = read(env, op.ins[0])
+                    if isinstance(op.ins[0], Literal):
+                        x = np.asarray(x, op.eqn.invars[0].aval.dtype)
+                    values = [lax.select_n(never(), x, x)]
                 else:
                     values = [again(v, env) for v in op.ins]
                 made.update(zip(op.outs, op.bind(*values), strict=True))
             return made[value]
 
-        def values_of(op: Op, env: dict[int, Any]) -> list[Any]:
-            if self.free.issuperset(op.outs):
-                return [read(env, v) for v in op.ins]
-            return [again(v, env) for v in op.ins]
-
-        return values_of
+        return lambda op, env: [again(v, env) for v in op.ins]
 
 
 def _grows(op: Op) -> bool:
     if op.kind != "broadcast_in_dim":
         return False
     before, after = op.eqn.invars[0].aval, op.eqn.outvars[0].aval
-    is_key = jnp.issubdtype(after.dtype, jax.dtypes.prng_key)
-    return before.size < after.size and not is_key
+    return before.size < after.size and not _is_key(after)
 
 
-def _never(inputs: Sequence[Any], where: Any) -> jax.Array:
-    """False, which JAX takes for made of the inputs, and XLA for what it is.
+def _never(inputs: Sequence[Any]) -> jax.Array:
+    """False, which JAX takes for made of the inputs, and nobody for what it is.
 
-    ``where``: the axes of a `jax.shard_map` over which those vary.
+    A choice between one array and itself is dropped by XLA, and this then.
     """
-    found = jnp.array(False)
-    for x in inputs:
-        if jax.typeof(x).manual_axis_type == where:
-            none = lax.slice(x, [0] * x.ndim, [0] * x.ndim)
-            found = found | jnp.any(none != none)
-    return found
+    some = [x for x in inputs if not _is_key(x) and not on_host(x)]
+    return lax.optimization_barrier((np.zeros((), bool), *some))[0]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

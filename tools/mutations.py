@@ -31,7 +31,7 @@ MUTATIONS = [
     Mutation(
         "what layers share is broadcast ahead of their loop",
         "jaxcompact/hoisting.py",
-        "values = [lax.select_n(never(where), x, x)]",
+        "values = [lax.select_n(never(), x, x)]",
         "values = [x]",
         "tests/test_hoisting.py::test_nothing_is_made_ahead_of_the_loop",
     ),
