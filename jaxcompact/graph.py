@@ -217,10 +217,10 @@ def barrier[T](tree: T) -> T:
 
 def renewed[T](tree: T) -> T:
     """The same, its keys unused: for what is run a second time, or only passed on."""
-    return jax.tree.map(lambda x: jax.random.clone(x) if _is_key(x) else x, tree)
+    return jax.tree.map(lambda x: jax.random.clone(x) if is_key(x) else x, tree)
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
     # A bool that a function returns has no dtype.
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 

@@ -13,12 +13,11 @@ from itertools import compress
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, on_host, read
+from jaxcompact.graph import Graph, Op, Value, is_key, read, tie
 from jaxcompact.kinds import ELEMENTWISE, renames
 
 
@@ -35,23 +34,22 @@ class Broadcasts:
         wanted: values that are asked for besides what its operations read.
 
     Attributes:
-        free: values that are made of no differentiated input.
         makers: what makes each of these values.
         readers: the operations that read them beside what is differentiated.
-        left_out: those of ``makers`` that nothing else reads.
+        left_out: what makes those that nothing else reads.
     """
 
     def __init__(
         self, graph: Graph, perturbed: Sequence[bool], wanted: Collection[Value]
     ):
         inputs = graph.inputs[len(graph.inputs) - len(perturbed) :]
-        self.free = graph.independent_of(set(compress(inputs, perturbed)))
+        free = graph.independent_of(set(compress(inputs, perturbed)))
         self.makers: dict[int, Op] = {}
         self.readers: set[Op] = set()
-        plain = {*graph.inputs, *self.free}
+        plain, found = free.union(graph.inputs), self.makers.keys()
         for op in graph.ops:
-            large = not self.makers.keys().isdisjoint(op.reads)
-            if large and not self.free.issuperset(op.outs):
+            large = not found.isdisjoint(op.reads)
+            if large and not free.issuperset(op.outs):
                 self.readers.add(op)
             elif large and (op.kind in ELEMENTWISE or renames(op)):
                 self.makers.update(dict.fromkeys(op.outs, op))
@@ -63,11 +61,13 @@ class Broadcasts:
                 plain.update(op.outs)
         self.left_out: set[Op] = set()
         wanted = {v for v in wanted if not isinstance(v, Literal)}
-        for op in reversed(graph.ops):
-            if op.outs and op.outs[0] in self.makers and wanted.isdisjoint(op.outs):
+        for op in reversed(graph.ops if found else ()):
+            if op in self.readers:
+                wanted |= set(op.reads) - found
+                continue
+            if not found.isdisjoint(op.outs) and wanted.isdisjoint(op.outs):
                 self.left_out.add(op)
-            again = self.makers.keys() if op in self.readers else ()
-            wanted.update(v for v in op.reads if v not in again)
+            wanted.update(op.reads)
 
     def reader(self, inputs: Sequence[Any]) -> Callable[[Op, dict[int, Any]], list]:
         """``(op, env) -> values`` that one of ``readers`` reads, in a run."""
@@ -96,7 +96,7 @@ def _grows(op: Op) -> bool:
     if op.kind != "broadcast_in_dim":
         return False
     before, after = op.eqn.invars[0].aval, op.eqn.outvars[0].aval
-    return before.size < after.size and not _is_key(after)
+    return before.size < after.size and not is_key(after)
 
 
 def _never(inputs: Sequence[Any]) -> jax.Array:
@@ -104,9 +104,4 @@ def _never(inputs: Sequence[Any]) -> jax.Array:
 
     A choice between one array and itself is dropped by XLA, and this then.
     """
-    some = [x for x in inputs if not _is_key(x) and not on_host(x)]
-    return lax.optimization_barrier((np.zeros((), bool), *some))[0]
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return tie((np.zeros((), bool), *inputs))[0]

@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "a mask that layers share is stored by each",
         "jaxcompact/hoisting.py",
-        "self.free = graph.independent_of(set(compress(inputs, perturbed)))",
-        "self.free = set()",
+        "free = graph.independent_of(set(compress(inputs, perturbed)))",
+        "free = set()",
         "tests/test_hoisting.py::test_a_mask_that_is_stored_is_stored_once",
     ),
     Mutation(
