@@ -4,17 +4,23 @@
     python benchmarks/kernels.py --tune      # keeps what was best in config.json
     python benchmarks/kernels.py predict     # of an H200, from bytes and operations
 
-Device times, by CUPTI, the median of some runs of one process. What moves bytes stands
-beside a copy of as many, what multiplies beside the plain product of 16-bit matrices of
-its shape. Without a GPU it runs at toy size, and times XLA alone, by the clock.
+Times by the clock, of a queue that is never empty, over more than the cache holds.
+What moves bytes stands beside a copy of as many, what multiplies beside the plain
+product of 16-bit matrices. Each op and shape has a process: all compile at once, and
+measure alone. Of one op at one shape nothing is kept. Without a GPU it runs at toy
+size, and times XLA alone.
 """
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +28,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import turns  # noqa: E402
+from jax import lax  # noqa: E402
 from step import provenance  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
@@ -66,7 +76,6 @@ CONFIGS = {
     ],
 }
 FOLDERS = {op: "quantize" for op in CONFIGS if "quantize" in op}
-RUNS = 20
 
 
 @dataclass(frozen=True)
@@ -200,62 +209,103 @@ def size(*trees: Any) -> int:
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(trees))
 
 
-def seconds(fun: Callable, args: tuple) -> float:
-    """Of the device; of the clock on a CPU. A function is traced anew: see `using`."""
-    keys = iter(jax.random.split(jax.random.key(0), 8))
+def prepared(case: Case, tune: bool) -> Iterator[tuple[dict, Callable[[], float]]]:
+    """Rows to be, each with what times it; the first is of what stands beside.
 
-    def filled(a):
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            return jax.random.normal(next(keys), a.shape, a.dtype)
-        return jax.random.randint(next(keys), a.shape, 0, 255).astype(a.dtype)
-
-    args = jax.tree.map(filled, args)
-    run = jax.jit(lambda *args: fun(*args))
-    if jax.default_backend() == "gpu":
-        from jax.experimental.mosaic.gpu import profiler
-
-        _, times = profiler.measure(run, iterations=RUNS)(*args)
-        return statistics.median(times) / 1e3
-    times = []
-    for _ in range(RUNS + 1):
-        start = time.perf_counter()
-        jax.block_until_ready(run(*args))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def measured(case: Case, tune: bool) -> Iterator[dict]:
-    """Rows: XLA's, and on a GPU the kernel's, with each config or with the file's.
-
-    Between them, where there are kernels for parts, XLA's with these.
+    XLA's, and on a GPU the kernel's, with each config or with the file's; between them,
+    where there are kernels for parts, XLA's with these.
     """
-    beside = seconds(*case.beside())
-    ways = [("xla", None, case.fun)]
-    if jax.default_backend() == "gpu":
+    row = {"op": case.op, "case": case.name}
+    yield row | {"implementation": "plain", "config": None}, timer(*case.beside())
+    ways = [("xla", "xla", None, case.fun)]
+    if on_gpu():
         if case.apart:
-            ways.append(("mosaic_gpu", None, case.apart))
+            ways.append(("in parts", "mosaic_gpu", None, case.apart))
         configs = CONFIGS[case.op] if tune else [None]
-        ways += [("mosaic_gpu", config, case.fun) for config in configs]
-    first = None
-    for implementation, config, fun in ways:
-        row = {"op": case.op, "case": case.name, "implementation": implementation}
-        row["config"] = config
-        if fun is case.apart:
-            row["implementation"] = "in parts"
+        ways += [("mosaic_gpu", "mosaic_gpu", config, case.fun) for config in configs]
+    for name, implementation, config, fun in ways:
+        named = row | {"implementation": name, "config": config}
         try:
             with choice.using(implementation, config):
-                took = seconds(fun, case.args)
+                yield named, timer(fun, case.args)
         except ValueError as error:  # more shared memory than there is
-            yield row | {"error": str(error).splitlines()[0]}
+            yield named | {"error": str(error).splitlines()[0]}, None
+
+
+def timer(fun: Callable, args: tuple) -> Callable[[], float]:
+    """What times ``fun``, compiled of several ``args``, one after the other.
+
+    Together they are more than a card's cache holds, and so many that its queue
+    is never empty. Functions are traced anew: see `using`.
+    """
+    count = min(max(2**30 // size(args), 2), 16) if on_gpu() else 2
+
+    run = jax.jit(in_turn(fun)).lower([args] * count).compile()
+
+    def seconds() -> float:
+        sets = [filled(args, seed) for seed in range(count)]
+        elapsed(run, sets, 1)  # the first takes longer
+        launches = max(1, min(20, int(0.02 / elapsed(run, sets, 1))))
+        return statistics.median(elapsed(run, sets, launches) for _ in range(5)) / count
+
+    return seconds
+
+
+def in_turn(fun: Callable) -> Callable:
+    """``fun`` of each of several tuples of arguments."""
+
+    def run(sets):
+        found = []
+        for args in sets:
+            if found:  # nothing of one is made together with another
+                found[-1], args = lax.optimization_barrier((found[-1], args))
+            found.append(fun(*args))
+        return found
+
+    return run
+
+
+def elapsed(run: Callable, sets: list, launches: int) -> float:
+    """By the clock, of each of so many launches."""
+    start = time.perf_counter()
+    for _ in range(launches):
+        found = run(sets)
+    jax.block_until_ready(found)
+    return (time.perf_counter() - start) / launches
+
+
+def filled(args: tuple, seed: int) -> tuple:
+    """Noise: zeros multiply faster."""
+    keys = iter(jax.random.split(jax.random.key(seed), 8))
+
+    def random(a):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            return jax.random.normal(next(keys), a.shape, a.dtype)
+        return jax.random.bits(next(keys), a.shape, a.dtype)
+
+    return jax.block_until_ready(jax.tree.map(random, args))
+
+
+def measured(case: Case, timers: list[tuple[dict, Callable | None]]) -> Iterator[dict]:
+    (_, beside), *rest = timers
+    plain, first = beside(), None
+    for row, seconds in rest:
+        if seconds is None:
+            yield row
             continue
+        took = seconds()
         first = first or took
         yield row | {
             "microseconds": took * 1e6,
             "bytes": case.bytes,
             "flops": case.flops,
-            "of_plain": beside / took,  # of the copy's bandwidth, the product's rate
+            "of_plain": plain / took,  # of the copy's bandwidth, the product's rate
             "of_xla": first / took,
         }
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def keep(rows: list[dict]) -> None:
@@ -313,20 +363,44 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.predict:
         return predict()
-    shapes = SHAPES if jax.default_backend() == "gpu" else TOY
-    names = arguments.shape.split(",") if arguments.shape else shapes
-    rows = []
-    for name in names:
-        for case in cases(name, *(SHAPES | TOY)[name]):
-            if case.op not in arguments.op.split(","):
-                continue
-            for row in measured(case, arguments.tune):
-                rows.append(row | provenance())
-                text = json.dumps(rows[-1]) if arguments.json else line(row)
-                print(text, flush=True)
-    if arguments.tune and jax.default_backend() == "gpu":
-        keep(rows)
+    every = ",".join(SHAPES if on_gpu() else TOY)
+    shapes, ops = (arguments.shape or every).split(","), arguments.op.split(",")
+    alone, found = len(shapes) * len(ops) == 1, []
+    of = of_one if alone else of_processes
+    for row in of(ops, shapes, arguments.tune):
+        found.append(row)
+        print(json.dumps(row) if arguments.json else line(row), flush=True)
+    if arguments.tune and on_gpu() and not alone:
+        keep(found)
     return None
+
+
+def of_processes(ops: list[str], shapes: list[str], tune: bool) -> Iterator[dict]:
+    """A kernel that fails takes its process along, which says on stderr why."""
+    with tempfile.NamedTemporaryFile() as file, ThreadPoolExecutor() as pool:
+        environment = {"TURNS": file.name} | os.environ
+
+        def rows(op: str, shape: str) -> list[dict]:
+            command = [sys.executable, __file__, "--op", op, "--shape", shape, "--json"]
+            command += ["--tune"] if tune else []
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE)
+            return [json.loads(line) for line in done.stdout.splitlines()]
+
+        pending = [pool.submit(rows, op, shape) for shape in shapes for op in ops]
+        for done in as_completed(pending):
+            yield from done.result()
+
+
+def of_one(ops: list[str], shapes: list[str], tune: bool) -> Iterator[dict]:
+    """Compiles all of it, and then times it."""
+    (op,), (shape,) = ops, shapes
+    some = [case for case in cases(shape, *(SHAPES | TOY)[shape]) if case.op == op]
+    with turns.compiling():
+        timers = [list(prepared(case, tune)) for case in some]
+    turns.measure()
+    for case, of in zip(some, timers, strict=True):
+        for row in measured(case, of):
+            yield row | provenance()
 
 
 def line(row: dict) -> str:

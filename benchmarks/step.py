@@ -4,6 +4,7 @@
 
 One method a process: the allocator's peak can't be reset. The tokens are random. Step
 times are of single steps, each waited for; GaLore is timed between two of its SVDs.
+Several at once compile together and measure in turn (`turns.py`).
 """
 
 import argparse
@@ -18,11 +19,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
+import turns  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from configs import MODELS  # noqa: E402
@@ -91,22 +93,23 @@ def measure(method: Method, arguments: argparse.Namespace) -> dict:
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         return jax.jit(training.step, donate_argnums=0), (training.abstract, tokens)
 
-    plan = None
-    if arguments.plan:
-        layers = MODELS[arguments.model].layers
-        plan = jc.plan_step(make_step, layers=layers, budget=arguments.plan)
-    training = training_under(plan)
-    vocabulary = MODELS[arguments.model].vocab_size
-    tokens = jax.random.randint(jax.random.key(1), shape, 0, vocabulary)
-
-    start = time.perf_counter()
-    abstract = jax.eval_shape(training.init)
-    with choice.using(arguments.kernels):
-        lowered = jax.jit(training.step, donate_argnums=0).lower(abstract, tokens)
-    step_fn = lowered.compile()
-    compile_seconds = time.perf_counter() - start
+    with turns.compiling():
+        plan = None
+        if arguments.plan:
+            layers = MODELS[arguments.model].layers
+            plan = jc.plan_step(make_step, layers=layers, budget=arguments.plan)
+        training = training_under(plan)
+        start = time.perf_counter()
+        with choice.using(arguments.kernels):
+            step = jax.jit(training.step, donate_argnums=0)
+            tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+            step_fn = step.lower(training.abstract, tokens).compile()
+        compile_seconds = time.perf_counter() - start
     analysis = step_fn.memory_analysis()
+    vocabulary = MODELS[arguments.model].vocab_size
 
+    turns.measure()
+    tokens = jax.random.randint(jax.random.key(1), shape, 0, vocabulary)
     state = between_svds(jax.jit(training.init)())
     for _ in range(3):
         state, measured = step_fn(state, tokens)

@@ -1,12 +1,16 @@
 """What must hold on a GPU. Needs no pytest: `python tests/gpu/test_gpu.py` runs it all.
 
-Each check also runs on a CPU, where it compares the CPU with itself; cuDNN's attention
-is checked where there is one.
+Each check has a process, so that one that breaks the device breaks no other; or names
+of checks run here, one after the other. Each also runs on a CPU, where it compares the
+CPU with itself; cuDNN's attention is checked where there is one.
 """
 
+import os
+import subprocess
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -86,32 +90,56 @@ FULL = (
     ((4, 24, 11008), "bfloat16"),
     ((7, 555, 5461), "float32"),
 )
-# For the memory checker, which takes its time.
+# With SMALL=1, for the memory checker, which takes its time.
 SMALL = ((2, 40, 320), "bfloat16"), ((3, 9, 136), "float32")
 
 
-def test_kernels_are_xlas():
-    """The same bits at full size, tails and noise included; products to float32's."""
-    if jax.default_backend() != "gpu":
-        print("not checked: the kernels need a GPU; tests/kernels interprets them")
-        return
-    kernels_are_xlas(FULL)
-
-
-def kernels_are_xlas(arrays):
-    for shape, dtype in arrays:
-        x = jax.random.normal(jax.random.key(0), shape, dtype)
+def test_quantizations_are_xlas():
+    """The same bits at full size, tails and noise included."""
+    for x in arrays():
         for codec in rows():
             quantization_is_xlas(codec, x)
+
+
+def test_quantizations_by_channels_are_xlas():
+    for x in arrays():
+        for codec in channels():
+            quantization_is_xlas(codec, x)
+
+
+def test_weight_gradients_are_xlas():
+    """To float32's roundings."""
+    for x in arrays():
+        for codec in rows():
             weight_gradient_is_xlas(codec, x)
+
+
+def test_projections_are_xlas():
+    for x in arrays():
+        for codec in rows():
             projection_is_xlas(codec, x, rank=256)
         # Three groups a block: their scales, of a byte each, take no whole 128 bytes.
         projection_is_xlas(jc.Quantized(4, scale_bits=8), x, rank=192)
-        for codec in channels():
-            quantization_is_xlas(codec, x)
+
+
+def test_activations_are_xlas():
+    for x in arrays():
         activation_is_xlas(x)
         biased_activation_is_xlas(x)
+
+
+def test_norms_are_xlas():
+    for x in arrays():
         norm_is_xlas(x)
+
+
+def arrays():
+    """At full size on a GPU, as the kernels need one; tests/kernels interprets them."""
+    if jax.default_backend() != "gpu":
+        print("not checked: the kernels need a GPU; tests/kernels interprets them")
+        return
+    for shape, dtype in SMALL if os.environ.get("SMALL") else FULL:
+        yield jax.random.normal(jax.random.key(0), shape, dtype)
 
 
 def rows():
@@ -353,24 +381,44 @@ def test_cudnn_attention_is_xlas():
         assert relative(a.astype(jnp.float32), b.astype(jnp.float32)) < 2e-2
 
 
-def main() -> int:
-    """Runs every check above; the number that failed."""
-    failed = 0
-    if sys.argv[1:] == ["--small-kernels"]:
-        kernels_are_xlas(SMALL)
-        print("the kernels are XLA's on small arrays")
-        return 0
-    for name, check in list(globals().items()):
-        if name.startswith("test_"):
-            try:
-                check()
-                print(f"passed  {name}", flush=True)
-            except Exception:
-                failed += 1
-                print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
-    print(f"{jax.devices()[0].device_kind}: {failed} failed")
+CHECKS = {name: f for name, f in list(globals().items()) if name.startswith("test_")}
+
+
+def main(names: list[str]) -> int:
+    """The number that failed."""
+    if names:
+        return sum(not passed(name) for name in names)
+    with ThreadPoolExecutor() as pool:
+        pending = [pool.submit(passed_apart, name) for name in CHECKS]
+        failed = sum(not done.result() for done in as_completed(pending))
+    print(f"{len(CHECKS)} checks, {failed} failed")
     return failed
 
 
+def passed(name: str) -> bool:
+    try:
+        CHECKS[name]()
+    except Exception:
+        print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
+        return False
+    print(f"passed  {name} on {jax.devices()[0].device_kind}", flush=True)
+    return True
+
+
+def passed_apart(name: str) -> bool:
+    """In a process of its own, which takes no more of the device than it needs."""
+    done = subprocess.run(
+        [sys.executable, __file__, name],
+        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    print(done.stdout, end="", flush=True)
+    if done.returncode < 0:
+        print(f"FAILED  {name}: signal {-done.returncode}", flush=True)
+    return done.returncode == 0
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
