@@ -6,10 +6,11 @@
 # Needs jax, flax, optax, orbax and numpy; no network, no install. One JSON line a part
 # in OUT/step.jsonl and OUT/kernels.jsonl, what was printed in OUT/PART.log. What is there
 # of the same commit is not made again: called once more, it goes on where it was cut off.
-# Without a GPU it runs at toy size, so that it is known to work. PYTHON names the
-# interpreter, COMMIT the commit where there is no git; SECONDS_LEFT (520) is the whole
-# time: parts that would not fit are said. OUT/*.config.json are the kernels' figures for
-# this card: checked in as kernels/*/config.json they make it take the kernels.
+# Parts compile at once, and measure in turn (turns.py). Without a GPU it runs at toy size,
+# so that it is known to work. PYTHON names the interpreter, COMMIT the commit where there
+# is no git; SECONDS_LEFT (520) is the whole time: parts that would not fit are said.
+# OUT/*.config.json are the kernels' figures for this card: checked in as
+# kernels/*/config.json they make it take the kernels.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:-benchmarks/results/gpu}
@@ -18,6 +19,13 @@ end=$((SECONDS + ${SECONDS_LEFT:-520}))
 export PYTHONPATH=. PYTHONUNBUFFERED=1
 # jax takes three quarters of the memory by default, less than some parts need.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.95}
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export TURNS=$scratch/turns
+# What one part has found the fastest way to multiply, the others take as well.
+export JAX_COMPILATION_CACHE_DIR=$scratch/cache
+jobs=$(($(nproc) / 2 < 8 ? $(nproc) / 2 : 8))
 mkdir -p "$out"
 commit=${COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 if [ "$(cat "$out/commit" 2>/dev/null)" != "$commit" ]; then
@@ -51,35 +59,43 @@ else
     on_gpu=
 fi
 
-failed=0
 limited() { # NAME SECONDS COMMAND...: within the time that is left
     local name=$1 most=$2 left=$((end - SECONDS))
     shift 2
     [ -e "$out/$name.done" ] && return 0
     if [ "$left" -lt 20 ]; then
         echo "$name: not run, no time left"
-        failed=1
-        return 1
-    fi
-    if timeout "$((left < most ? left : most))" "$@" >"$out/$name.log" 2>&1; then
+    elif timeout "$((left < most ? left : most))" "$@" >"$out/$name.log" 2>&1; then
         echo "$name: done at $SECONDS s"
         touch "$out/$name.done"
+        return 0
     else
         echo "$name: FAILED with status $?, see $out/$name.log"
         tail -n 3 "$out/$name.log"
-        failed=1
-        return 1
     fi
+    touch "$scratch/failed"
+    return 1
+}
+
+beside() { # COMMAND...: in the background, when there is a place
+    while [ "$(jobs -rp | wc -l)" -ge "$((jobs > 0 ? jobs : 1))" ]; do wait -n; done
+    "$@" &
 }
 
 step() { # NAME OPTIONS...: one row of step.jsonl
     local name=$1
     shift
     [ -e "$out/$name.done" ] && return 0
-    if limited "$name" 120 "$python" benchmarks/step.py --part "$name" "$@"; then
-        grep '^{' "$out/$name.log" >>"$out/step.jsonl"
+    if limited "$name" 240 "$python" benchmarks/step.py --part "$name" "$@"; then
+        grep '^{"part' "$out/$name.log" >>"$out/step.jsonl"
     fi
 }
+
+kernel_checks=()
+for name in quantizations quantizations_by_channels weight_gradients projections \
+    activations biased_activations norms; do
+    kernel_checks+=("test_${name}_are_xlas")
+done
 
 of() { # NAME: the method's options
     case $1 in
@@ -95,11 +111,23 @@ of() { # NAME: the method's options
     esac
 }
 
-limited tests 170 "$python" tests/gpu/test_gpu.py
-if [ -n "$on_gpu" ] && command -v compute-sanitizer >/dev/null; then
-    XLA_PYTHON_CLIENT_PREALLOCATE=false limited sanitizer 120 compute-sanitizer \
-        --error-exitcode 9 "$python" tests/gpu/test_gpu.py --small-kernels
-fi
+losses_of() { # NAME: at equal steps
+    local folder=$scratch/train_$1
+    # shellcheck disable=SC2046
+    limited "train_$1" 150 "$python" train/pretrain.py $(of "$1") "${train[@]}" \
+        --out "$folder" && cp "$folder"/*/metrics.jsonl "$out/train_$1.jsonl"
+}
+
+# What is not timed.
+beside limited tests 170 "$python" tests/gpu/test_gpu.py
+for name in exact compact int4; do
+    beside losses_of "$name"
+done
+# The allocator's peak beside that of the compiled program: within 2 %.
+[ -z "$on_gpu" ] ||
+    XLA_PYTHON_CLIENT_PREALLOCATE=true XLA_PYTHON_CLIENT_MEM_FRACTION=.3 \
+        beside limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
+wait
 if [ ! -e "$out/kernels.done" ] &&
     limited kernels 200 "$python" benchmarks/kernels.py --json ${on_gpu:+--tune}; then
     grep '^{' "$out/kernels.log" >"$out/kernels.jsonl"
@@ -107,33 +135,19 @@ if [ ! -e "$out/kernels.done" ] &&
         cp "$file" "$out/$(basename "$(dirname "$file")").config.json"
     done
 fi
-for name in exact int4 remat_nothing remat_dots_no_batch compact compact_int4; do
+for name in exact int4 remat_nothing compact_int4 compact remat_dots_no_batch; do
     # shellcheck disable=SC2046
-    step "$name" "${small[@]}" $(of "$name")
+    beside step "$name" "${small[@]}" $(of "$name")
     # shellcheck disable=SC2046
-    step "1b_$name" "${large[@]}" $(of "$name")
+    beside step "1b_$name" "${large[@]}" $(of "$name")
 done
 # int4 with what was just tuned; here with XLA's code alone, and with all kernels.
 for kernels in xla mosaic_gpu; do
     # shellcheck disable=SC2046
     [ -z "$on_gpu" ] ||
-        step "int4_$kernels" "${small[@]}" $(of int4) --kernels "$kernels"
+        beside step "int4_$kernels" "${small[@]}" $(of int4) --kernels "$kernels"
 done
-# The allocator's peak beside that of the compiled program: within 2 %.
-[ -z "$on_gpu" ] ||
-    limited memory 90 "$python" benchmarks/memory.py --method int4 --measure
-# Each action of a plan, modelled and measured.
-[ -z "$on_gpu" ] ||
-    limited actions 90 "$python" benchmarks/plans.py actions LLaMA-350M
-for name in exact compact int4; do # losses at equal steps
-    folder=$(mktemp -d)
-    # shellcheck disable=SC2046
-    limited "train_$name" 150 "$python" train/pretrain.py $(of "$name") "${train[@]}" \
-        --out "$folder"
-    [ -e "$out/train_$name.jsonl" ] ||
-        cp "$folder"/*/metrics.jsonl "$out/train_$name.jsonl" 2>/dev/null
-    rm -r "$folder"
-done
+wait
 peak_of() { # PART: bytes of its compiled program
     "$python" -c 'import json, sys
 rows = map(json.loads, open(sys.argv[1]))
@@ -141,19 +155,29 @@ print(*(row["compiled_bytes"] for row in rows if row["part"] == sys.argv[2]))' \
         "$out/step.jsonl" "$1"
 }
 if [ -n "$on_gpu" ]; then # at full recomputation's peaks
-    step plan "${small[@]}" --plan "$(peak_of remat_nothing)"
-    step 1b_plan "${large[@]}" --plan "$(peak_of 1b_remat_nothing)"
+    beside step plan "${small[@]}" --plan "$(peak_of remat_nothing)"
+    beside step 1b_plan "${large[@]}" --plan "$(peak_of 1b_remat_nothing)"
 fi
-for pair in "${batches[@]}"; do
-    # shellcheck disable=SC2046
-    step "largest_${pair%:*}" "${small[@]}" $(of "${pair%:*}") \
-        --batch "${pair#*:}" --steps 3
-done
 for name in int8 int3 int2 offload galore remat_dots compact_remat_nothing; do
     # shellcheck disable=SC2046
-    step "$name" "${small[@]}" $(of "$name")
+    beside step "$name" "${small[@]}" $(of "$name")
 done
-step compact_half_4bit "${small[@]}" --method compact --rank 0.5 --bits 4
-step compact_gaussian "${small[@]}" --method compact --rank 0.25 --kind gaussian
+beside step compact_half_4bit "${small[@]}" --method compact --rank 0.5 --bits 4
+beside step compact_gaussian "${small[@]}" --method compact --rank 0.25 --kind gaussian
+wait
+for pair in "${batches[@]}"; do # alone, with all of the card's memory
+    # shellcheck disable=SC2046
+    XLA_PYTHON_CLIENT_PREALLOCATE=${on_gpu:+true} \
+        step "largest_${pair%:*}" "${small[@]}" $(of "${pair%:*}") \
+        --batch "${pair#*:}" --steps 3
+done
+# Each action of a plan, modelled and measured.
+[ -z "$on_gpu" ] ||
+    limited actions 90 "$python" benchmarks/plans.py actions LLaMA-350M
+# Last: it disturbs whatever else uses the card.
+if [ -n "$on_gpu" ] && command -v compute-sanitizer >/dev/null; then
+    SMALL=1 limited sanitizer 120 compute-sanitizer --error-exitcode 9 \
+        "$python" tests/gpu/test_gpu.py "${kernel_checks[@]}"
+fi
 "$python" benchmarks/report.py "$out"
-exit "$failed"
+[ ! -e "$scratch/failed" ]

@@ -105,12 +105,13 @@ def measure(method: Method, arguments: argparse.Namespace) -> dict:
             tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
             step_fn = step.lower(training.abstract, tokens).compile()
         compile_seconds = time.perf_counter() - start
+        init = jax.jit(training.init).lower().compile()
     analysis = step_fn.memory_analysis()
     vocabulary = MODELS[arguments.model].vocab_size
 
     turns.measure()
     tokens = jax.random.randint(jax.random.key(1), shape, 0, vocabulary)
-    state = between_svds(jax.jit(training.init)())
+    state = between_svds(init())
     for _ in range(3):
         state, measured = step_fn(state, tokens)
     jax.block_until_ready(state)

@@ -56,7 +56,7 @@ def activate(
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]
 
-    def body(*refs):
+    def activate_block(*refs):
         refs = iter(refs)
         parameters_hbm = list(islice(refs, len(parameters)))
         xs_hbm, y_hbm, codes_hbm, levels_hbm = _taken(refs, len(xs), len(kinds))
@@ -106,7 +106,7 @@ def activate(
     whole = blocks[1] * groups, blocks[0] * ROWS
     codes = jax.ShapeDtypeStruct((rows, count * width), jnp.uint8)
     y, *found = plgpu.kernel(
-        body,
+        activate_block,
         out_type=[
             jax.ShapeDtypeStruct((rows, size), of_y),
             *[codes] * len(xs),

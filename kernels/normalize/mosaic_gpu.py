@@ -54,7 +54,7 @@ def normalize(
     spread = layout(COLUMNS, max(dtype, of_y, key=lambda kind: kind.itemsize))
     of_rows, over = spread.reduce(1), evaluation.over(spread)
 
-    def body(x_hbm, *refs):
+    def normalize_block(x_hbm, *refs):
         refs = iter(refs)
         parameters_hbm = [next(refs) for _ in parameters]
         y_hbm, codes_hbm, *levels_hbm = (next(refs) for _ in range(2 + len(kinds)))
@@ -177,7 +177,7 @@ def normalize(
     # Levels in whole blocks: copies that are contiguous are not cut at an axis' end.
     kept = rounds * workers * groups, blocks * block.ROWS
     y, codes, *found = plgpu.kernel(
-        body,
+        normalize_block,
         out_type=[
             jax.ShapeDtypeStruct((rows, size), of_y),
             jax.ShapeDtypeStruct((rows, count * width), jnp.uint8),

@@ -60,7 +60,7 @@ def project(
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]
 
-    def body(x_hbm, p_hbm, codes_hbm, *refs):
+    def project_block(x_hbm, p_hbm, codes_hbm, *refs):
         levels_hbm, (codes_smem, *levels_smem) = refs[: len(kinds)], refs[len(kinds) :]
         worker = lax.axis_index("worker")
         i, j = lax.axis_index("rows"), lax.axis_index("columns")
@@ -125,7 +125,7 @@ def project(
     # Scales in whole blocks: copies that are contiguous are not cut at an axis' end.
     whole = blocks[1] * groups, blocks[0] * rows
     codes, *found = plgpu.kernel(
-        body,
+        project_block,
         out_type=[
             jax.ShapeDtypeStruct((tokens, count * width), jnp.uint8),
             *(jax.ShapeDtypeStruct(whole, kind) for kind in kinds),

@@ -52,7 +52,7 @@ def quantize(
     kinds += [] if symmetric else [jnp.bfloat16]
     inputs = [x_btc] + ([] if seed is None else [seed.reshape(1)])
 
-    def body(*refs):
+    def quantize_channels_block(*refs):
         (x_hbm, *seeds), refs = refs[: len(inputs)], refs[len(inputs) :]
         codes_hbm, *levels_hbm = refs[: 1 + len(kinds)]
         x_smem, codes_smem, *levels_smem, arrived = refs[1 + len(kinds) :]
@@ -124,7 +124,7 @@ def quantize(
     out = [jax.ShapeDtypeStruct((before, count * eighth * bits, channels), jnp.uint8)]
     out += [jax.ShapeDtypeStruct(whole, kind) for kind in kinds]
     codes, *found = plgpu.kernel(
-        body,
+        quantize_channels_block,
         out_type=out,
         grid=(math.prod(blocks),),
         grid_names=("block",),
@@ -157,7 +157,7 @@ def dequantize(
     numbers = [stored] if lows is None else [stored, lows]
     numbers = [longer(a, 2, columns) for a in numbers]
 
-    def body(*refs):
+    def dequantize_channels_block(*refs):
         codes_hbm, *levels_hbm, x_hbm, codes_smem = refs[: len(numbers) + 3]
         *levels_smem, x_smem, arrived = refs[len(numbers) + 3 :]
         b, g, j = place_of_block(blocks)
@@ -190,7 +190,7 @@ def dequantize(
     # In whole groups where a copy is contiguous, as above.
     tokens = count * group if channels == columns else size
     x = plgpu.kernel(
-        body,
+        dequantize_channels_block,
         out_type=jax.ShapeDtypeStruct((before, tokens, channels), dtype),
         grid=(math.prod(blocks),),
         grid_names=("block",),

@@ -58,7 +58,7 @@ def quantize(
     inputs = [x_rn.reshape(long, step * size)]
     inputs += [] if seed is None else [seed.reshape(1)]
 
-    def body(*refs):
+    def quantize_block(*refs):
         (x_hbm, *seeds), refs = refs[: len(inputs)], refs[len(inputs) :]
         codes_hbm, *levels_hbm = refs[: 1 + len(kinds)]
         x_smem, codes_smem, *levels_smem, arrived = refs[1 + len(kinds) :]
@@ -94,7 +94,7 @@ def quantize(
     out = [jax.ShapeDtypeStruct((long, step, count * width), jnp.uint8)]
     out += [jax.ShapeDtypeStruct(whole, kind) for kind in kinds]
     codes, *found = plgpu.kernel(
-        body,
+        quantize_block,
         out_type=out,
         grid=(math.prod(blocks),),
         grid_names=("block",),
@@ -133,7 +133,7 @@ def dequantize(
     numbers = [stored] if lows is None else [stored, lows]
     numbers = [longer(a.T, 1, 16) for a in numbers]
 
-    def body(*refs):
+    def dequantize_block(*refs):
         codes_hbm, *levels_hbm, x_hbm, codes_smem = refs[: len(numbers) + 3]
         *levels_smem, x_smem, arrived = refs[len(numbers) + 3 :]
         i, j = place_of_block(blocks)
@@ -154,7 +154,7 @@ def dequantize(
         plgpu.wait_smem_to_gmem(0)
 
     x = plgpu.kernel(
-        body,
+        dequantize_block,
         out_type=jax.ShapeDtypeStruct((rows, pl.cdiv(size, aligned) * aligned), dtype),
         grid=(math.prod(blocks),),
         grid_names=("block",),

@@ -41,7 +41,7 @@ def weight_gradient(
     width = group * bits // 8
     rounds = pl.cdiv(pl.cdiv(tokens, ROWS), splits)
 
-    def body(codes_hbm, stored_hbm, dy_hbm, out_hbm, out_smem, x_smem):
+    def weight_gradient_block(codes_hbm, stored_hbm, dy_hbm, out_hbm, out_smem, x_smem):
         worker = lax.axis_index("worker")
         i, j, s = (lax.axis_index(name) for name in ("rows", "columns", "splits"))
 
@@ -94,7 +94,7 @@ def weight_gradient(
         )(codes_hbm, stored_hbm, dy_hbm)
 
     return plgpu.kernel(
-        body,
+        weight_gradient_block,
         out_type=jax.ShapeDtypeStruct((splits, size, m), jnp.float32),
         grid=(pl.cdiv(size, _WORKERS * group), pl.cdiv(m, columns), splits),
         grid_names=("rows", "columns", "splits"),
