@@ -245,7 +245,7 @@ def timer(fun: Callable, args: tuple) -> Callable[[], float]:
     def seconds() -> float:
         sets = [filled(args, seed) for seed in range(count)]
         elapsed(run, sets, 1)  # the first takes longer
-        launches = max(1, min(20, int(0.02 / elapsed(run, sets, 1))))
+        launches = max(1, min(20, int(0.01 / elapsed(run, sets, 1))))
         return statistics.median(elapsed(run, sets, launches) for _ in range(5)) / count
 
     return seconds

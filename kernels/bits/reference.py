@@ -40,6 +40,12 @@ def unpack(packed: jax.Array, *, bits: int, axis: int = -1) -> jax.Array:
         low, high = jnp.split(packed, [packed.shape[axis] * 2 // 3], axis)
         high = unpack(high, bits=1, axis=axis)
         return unpack(low, bits=2, axis=axis) | (high << 2)
-    mask = 2**bits - 1
-    parts = [(packed >> (bits * lane)) & mask for lane in range(8 // bits)]
-    return jnp.concatenate(parts, axis)
+    # A byte is read for each lane, by a shift that depends on the lane. Of parts that
+    # are concatenated a GPU would take one of two branches for each entry.
+    at = axis % packed.ndim
+    wide = jnp.expand_dims(packed, at).astype(jnp.int32)
+    shape = [8 // bits if i == at else 1 for i in range(wide.ndim)]
+    lane = bits * jax.lax.broadcasted_iota(jnp.int32, shape, at)
+    codes = ((wide >> lane) & (2**bits - 1)).astype(jnp.uint8)
+    entries = packed.shape[at] * (8 // bits)
+    return codes.reshape(*packed.shape[:at], entries, *packed.shape[at + 1 :])

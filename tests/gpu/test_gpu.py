@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -140,14 +141,21 @@ def arrays():
 
 def each(check, cases):
     """Of all cases; in threads, since the time is the compiler's."""
+
+    def run(case):
+        start, error = time.perf_counter(), None
+        try:
+            check(*case)
+        except Exception as found:
+            error = f"{type(found).__name__}: {str(found)[:300]}"
+        shown = [f"{a.dtype}{a.shape}" if hasattr(a, "shape") else str(a) for a in case]
+        took = f"{time.perf_counter() - start:.1f} s"
+        print(f"{check.__name__} {' '.join(shown)}: {error or took}", flush=True)
+        return error
+
     with ThreadPoolExecutor(8) as pool:
-        pending = [(case, pool.submit(check, *case)) for case in cases]
-    failed = []
-    for case, done in pending:
-        if error := done.exception():
-            shown = [f"{a.dtype}{a.shape}" if hasattr(a, "shape") else a for a in case]
-            failed.append(f"{shown}: {type(error).__name__}: {str(error)[:300]}")
-    assert not failed, "\n".join(failed)
+        failed = sum(error is not None for error in pool.map(run, cases))
+    assert not failed, f"{failed} of {len(cases)} cases failed"
 
 
 def same(found, expected):
@@ -448,11 +456,7 @@ def passed_apart(name: str) -> bool:
     done = subprocess.run(
         [sys.executable, __file__, name],
         env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
     )
-    print(done.stdout, end="", flush=True)
     if done.returncode < 0:
         print(f"FAILED  {name}: signal {-done.returncode}", flush=True)
     return done.returncode == 0
