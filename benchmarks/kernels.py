@@ -6,9 +6,9 @@
 
 Times by the clock, of a queue that is never empty, over more than the cache holds.
 What moves bytes stands beside a copy of as many, what multiplies beside the plain
-product of 16-bit matrices. Each op and shape has a process: all compile at once, and
-measure alone. Of one op at one shape nothing is kept. Without a GPU it runs at toy
-size, and times XLA alone.
+product of 16-bit matrices, what evaluates a function beside the function. Each op and
+shape has a process: all compile at once, and measure alone. Of one op at one shape
+nothing is kept. Without a GPU it runs at toy size, and times XLA alone.
 """
 
 import argparse
@@ -54,9 +54,11 @@ SHAPES = {
 }
 TOY = {"toy": (64, 128, 64)}
 CONFIGS = {
-    "quantize": [{"groups": n} for n in (1, 2, 4, 8)],
-    "dequantize": [{"groups": n} for n in (1, 2, 4, 8)],
+    "quantize": [{"groups": n} for n in (1, 2, 4)],
+    "quantize_stochastic": [{"groups": n} for n in (1, 2)],
+    "dequantize": [{"groups": n} for n in (1, 2, 4)],
     "quantize_channels": [{"columns": n} for n in (128, 256)],
+    "quantize_stochastic_channels": [{"columns": n} for n in (128, 256)],
     "dequantize_channels": [{"columns": n} for n in (128, 256)],
     "weight_gradient": [
         {"columns": columns, "steps": steps}
@@ -83,7 +85,7 @@ class Case:
     """One op at one shape, and the plain op that it stands beside.
 
     ``bytes`` are those that it must read and write, ``flops`` those of its product; a
-    case without a product stands beside a copy.
+    case without a plain op stands beside a copy.
     """
 
     op: str
@@ -92,7 +94,7 @@ class Case:
     args: tuple
     bytes: int
     flops: int = 0
-    plain: tuple[Callable, tuple] | None = None  # the product
+    plain: tuple[Callable, tuple] | None = None
     apart: Callable | None = None  # of kernels for parts of it
 
     def beside(self) -> tuple[Callable, tuple]:
@@ -112,8 +114,9 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
             return quantize(x, seed=seed, **fields)
 
         encoded = jax.eval_shape(encode, x)
-        kind = f"{name}_int{bits}" + ("" if seed is None else "_stochastic")
-        yield Case("quantize", kind, encode, (x,), size(x, encoded))
+        kind = f"{name}_int{bits}"
+        op = "quantize" if seed is None else "quantize_stochastic"
+        yield Case(op, kind, encode, (x,), size(x, encoded))
         if seed is not None:
             continue
         fields = fields | {"size": n, "dtype": jnp.bfloat16}
@@ -141,7 +144,8 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
 
         moved = size(x, x, jax.eval_shape(swiglu, x, x))
         args, kind = (x, x), f"{kind}_swiglu"
-        yield Case("activate", kind, swiglu, args, moved, apart=apart)
+        plain = (lambda gate, up: jax.nn.silu(gate) * up), args
+        yield Case("activate", kind, swiglu, args, moved, 0, plain, apart)
 
         def gelu(x, bias):
             return jax.nn.gelu(x + bias.reshape(1, -1), approximate=False)
@@ -155,9 +159,11 @@ def cases(name: str, tokens: int, n: int, m: int) -> Iterator[Case]:
         args = x, jax.ShapeDtypeStruct((n,), x.dtype)
         moved = size(*args, jax.eval_shape(biased, *args))
         kind = kind.replace("swiglu", "gelu")
-        yield Case("activate", kind, biased, args, moved, apart=after)
+        yield Case("activate", kind, biased, args, moved, 0, (gelu, args), after)
     yield of_norms(name, x)
     yield from of_channels(name, x)
+    if n % 64:
+        return
     # As a compressed layer stores z, in 4 bits at n/2.
     p = jax.ShapeDtypeStruct((n, 64 * max(1, n // 128)), jnp.bfloat16)
 
@@ -186,7 +192,9 @@ def of_norms(name: str, x: jax.ShapeDtypeStruct) -> Case:
 
     args = x, jax.ShapeDtypeStruct(x.shape[1:], jnp.float32)
     moved = size(args, jax.eval_shape(together, *args))
-    return Case("normalize", f"{name}_int4", together, args, moved, apart=apart)
+    return Case(
+        "normalize", f"{name}_int4", together, args, moved, 0, (norm, args), apart
+    )
 
 
 def of_channels(name: str, x: jax.ShapeDtypeStruct) -> Iterator[Case]:
@@ -199,10 +207,15 @@ def of_channels(name: str, x: jax.ShapeDtypeStruct) -> Iterator[Case]:
     def decode(*encoded):
         return dequantize(*encoded, size=x.shape[0], dtype=x.dtype, **fields)
 
-    encoded = jax.eval_shape(encode, x)
+    def round_up(x):
+        return quantize(x, bits=4, group=64, axis=-2, seed=0)
+
+    encoded, noisy = jax.eval_shape(encode, x), jax.eval_shape(round_up, x)
     moved = size(x, encoded)
     yield Case("quantize_channels", f"{name}_int8", encode, (x,), moved)
     yield Case("dequantize_channels", f"{name}_int8", decode, encoded, moved)
+    moved, op = size(x, noisy), "quantize_stochastic_channels"
+    yield Case(op, f"{name}_int4", round_up, (x,), moved)
 
 
 def size(*trees: Any) -> int:
@@ -300,7 +313,8 @@ def measured(case: Case, timers: list[tuple[dict, Callable | None]]) -> Iterator
             "microseconds": took * 1e6,
             "bytes": case.bytes,
             "flops": case.flops,
-            "of_plain": plain / took,  # of the copy's bandwidth, the product's rate
+            "of_plain": plain
+            / took,  # of the copy's bandwidth, or the plain op's speed
             "of_xla": first / took,
         }
 

@@ -96,9 +96,9 @@ def _broken_rule(
             f"bits must be 2, 4 or 8 in groups of 64, 128 or 256, got {bits} in {group}"
         )
     rows = math.prod(tokens)
-    if rows % 8 or n % 16 or r % group or not rows * n * r:
+    if rows % 8 or n % 64 or r % group or not rows * n * r:
         return (
-            f"x must have a multiple of 8 rows and of 16 columns, P of {group}, "
+            f"x must have a multiple of 8 rows and of 64 columns, P of {group}, "
             f"got {rows}, {n} and {r}"
         )
     return None

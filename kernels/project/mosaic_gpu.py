@@ -42,7 +42,7 @@ def project(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes, scales and lows of ``x P``, ``[tokens, r]``: as `quantize`.
 
-    Tokens are a multiple of 8, n of 16, r of ``group``. ``steps`` copies are under way
+    Tokens are a multiple of 8, n of 64, r of ``group``. ``steps`` copies are under way
     at once.
     """
     (tokens, n), r = x_tn.shape, p_nr.shape[1]
@@ -51,8 +51,7 @@ def project(
     columns = groups * group
     rows, dtype = _WORKERS * ROWS, x_tn.dtype
     blocks = pl.cdiv(tokens, rows), pl.cdiv(count, groups)
-    rounds = pl.cdiv(n, _SUMMED)
-    both = tiles(dtype, 2 * min(_SUMMED, n & -n))  # which divide n
+    rounds, both = n // _SUMMED, tiles(dtype)
     # As many as fit in shared memory with codes and levels.
     left = SHARED - rows * groups * (width + 4)
     steps = min(steps, rounds, left // (2 * _SUMMED * (rows + columns)))

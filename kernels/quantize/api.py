@@ -43,7 +43,8 @@ def quantize(
     ((2, 64), (2, 2))
     """
     divided = division(x, axis, group, by_place=seed is not None)
-    config = _config("quantize", divided, x.dtype, axis, implementation, bits, group)
+    op = "quantize" if seed is None else "quantize_stochastic"
+    config = _config(op, divided, x.dtype, axis, implementation, bits, group)
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
     fields["scale_bits"] = scale_bits
     if config is None:
