@@ -69,7 +69,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", help="of compute and parameters")
-    parser.add_argument("--plan", metavar="BUDGET", help="by jc.plan_step, as 7GiB")
+    parser.add_argument(
+        "--plan",
+        metavar="BUDGET",
+        help="of jc.plan_step, as 7GiB; recomputed: the peak of full recomputation; "
+        "FILE.json: the plan that Plan.to_json gave",
+    )
     parser.add_argument("--kernels", choices=choice.IMPLEMENTATIONS, help="forced")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=30, help="timing ends here")
@@ -80,7 +85,7 @@ def measure(method: Method, arguments: argparse.Namespace) -> dict:
     dtype = jnp.dtype(arguments.dtype)
     shape = (1, arguments.batch, arguments.seq + 1)
 
-    def training_under(policy):
+    def training_under(policy, method=method):
         cfg = MODELS[arguments.model]
         cfg = dataclasses.replace(cfg, max_seq=max(arguments.seq, cfg.max_seq))
         schedule = optax.constant_schedule(1e-4)
@@ -88,31 +93,41 @@ def measure(method: Method, arguments: argparse.Namespace) -> dict:
             cfg, method, schedule, dtype=dtype, param_dtype=dtype, policy=policy
         )
 
-    def make_step(policy):
-        training = training_under(policy)
+    def stepping(training):
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
         return jax.jit(training.step, donate_argnums=0), (training.abstract, tokens)
+
+    def make_step(policy):
+        return stepping(training_under(policy))
+
+    def compiled(training):
+        step, args = stepping(training)
+        return step.lower(*args).compile()
+
+    def planned(budget):
+        if budget.endswith(".json"):
+            return jc.Plan.from_json(Path(budget).read_text())
+        if budget == "recomputed":
+            budget = peak(compiled(training_under(None, Method("remat"))))
+        layers = MODELS[arguments.model].layers
+        return jc.plan_step(make_step, layers=layers, budget=budget)
 
     with turns.compiling():
         plan = None
         if arguments.plan:
-            layers = MODELS[arguments.model].layers
-            plan = jc.plan_step(make_step, layers=layers, budget=arguments.plan)
+            plan = planned(arguments.plan)
         training = training_under(plan)
         start = time.perf_counter()
         with choice.using(arguments.kernels):
-            step = jax.jit(training.step, donate_argnums=0)
-            tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-            step_fn = step.lower(training.abstract, tokens).compile()
+            step_fn = compiled(training)
         compile_seconds = time.perf_counter() - start
         init = jax.jit(training.init).lower().compile()
-    analysis = step_fn.memory_analysis()
     vocabulary = MODELS[arguments.model].vocab_size
 
     turns.measure()
     tokens = jax.random.randint(jax.random.key(1), shape, 0, vocabulary)
     state = between_svds(init())
-    for _ in range(3):
+    for _ in range(min(3, arguments.steps)):
         state, measured = step_fn(state, tokens)
     jax.block_until_ready(state)
     times, end = [], time.perf_counter() + arguments.seconds
@@ -129,14 +144,18 @@ def measure(method: Method, arguments: argparse.Namespace) -> dict:
         "steps": len(times),
         "tokens_per_s": round(1000 * arguments.batch * arguments.seq / median),
         "peak_bytes": stats.get("peak_bytes_in_use"),  # None where nobody counts (CPU)
-        "compiled_bytes": analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - analysis.alias_size_in_bytes,
+        "compiled_bytes": peak(step_fn),
         "least_ms": least_ms(step_fn.as_text()),
         "compile_s": round(compile_seconds, 1),
         "loss": float(measured["loss"]),
     }
+
+
+def peak(program) -> int:
+    """Bytes of the compiled program."""
+    m = program.memory_analysis()
+    sizes = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+    return sizes - m.alias_size_in_bytes
 
 
 def least_ms(text: str) -> float | None:

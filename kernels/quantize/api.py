@@ -32,8 +32,7 @@ def quantize(
     """Codes, scales and lows of ``x``: the bits that `reference.quantize` gives.
 
     Memory: the kernel reads x once and writes what is stored; nothing of x's size in
-    between, but a copy of x whose rows start at no multiples of 16 bytes and are no
-    multiple of 8 (4, 2: docs/kernels.md).
+    between.
 
     Raises ValueError for an implementation that does not exist, NotImplementedError
     where the one that is asked for by name can't run.
@@ -103,7 +102,12 @@ def dequantize(
 
 
 def _config(op, divided, dtype, axis, implementation, bits, group) -> dict | None:
-    broken = broken_rule(divided.shape, jnp.dtype(dtype), axis, bits, group)
+    dtype = jnp.dtype(dtype)
+    broken = broken_rule(divided.shape, dtype, axis, bits, group)
+    if axis == -1 and op != "dequantize":  # which writes longer rows, if it has to
+        nbytes = divided.shape[-1] * dtype.itemsize
+        if nbytes % 16:  # all that the copy engine reads starts at such a multiple
+            broken = broken or f"rows must be multiples of 16 bytes, got {nbytes}"
     broken, op = divided.broken or broken, op + ("" if axis == -1 else "_channels")
     return choice.chosen(op, _FOLDER, implementation, broken, splits=divided.known)
 

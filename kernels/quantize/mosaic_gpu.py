@@ -6,10 +6,8 @@ by four threads, so that its scale takes two shuffles, and the codes that share 
 lie in one thread. Arithmetic is that of `levels` and `noise`, so the bits are the
 reference's.
 
-The copy engine wants rows that start at multiples of 16 bytes. Codes do. Where x's do
-not, every ``step``-th row does from some entry on: ``step`` rows are taken for a long
-one, and a block is 64 rows that lie ``step`` apart. It reads beyond a row's end, into
-the next, which is masked. It would write there too: so a decoded x has longer rows.
+The copy engine wants whatever it reads or writes to start at a multiple of 16 bytes.
+Codes do. For `quantize` x's rows must; `dequantize` writes longer ones if they don't.
 
 Scales and lows are written as ``[groups, rows]``, whole cache lines.
 """
@@ -41,31 +39,27 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes ``uint8[rows, g * group * bits / 8]``, scales and lows ``[rows, g]``.
 
-    ``seed``: `noise.mixed_seed`; None rounds to nearest. ``groups`` of a block.
-
-    Memory: a copy of x if its rows are no multiple of `_step`.
+    ``seed``: `noise.mixed_seed`; None rounds to nearest. ``groups`` of a block. Rows of
+    x are multiples of 16 bytes.
     """
     rows, size = x_rn.shape
-    count, step = pl.cdiv(size, group), _step(size, x_rn.dtype)
-    x_rn = longer(x_rn, 0, step)
-    long = x_rn.shape[0] // step
+    count = pl.cdiv(size, group)
     width = group * bits // 8  # bytes of a group's codes
     groups = min(count, _held(groups, group, width, x_rn.dtype))
-    blocks = pl.cdiv(long, ROWS), step, pl.cdiv(count, groups)
+    blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]
     spread = layout(width, x_rn.dtype)
-    inputs = [x_rn.reshape(long, step * size)]
+    inputs = [x_rn]
     inputs += [] if seed is None else [seed.reshape(1)]
 
     def quantize_block(*refs):
         (x_hbm, *seeds), refs = refs[: len(inputs)], refs[len(inputs) :]
         codes_hbm, *levels_hbm = refs[: 1 + len(kinds)]
         x_smem, codes_smem, *levels_smem, arrived = refs[1 + len(kinds) :]
-        i, part, j = place_of_block(blocks)
+        i, j = place_of_block(blocks)
         row, first = pl.ds(i * ROWS, ROWS), j * groups
-        column = part * size + first * group
-        for source, smem in in_strips(x_hbm.at[row], column, x_smem):
+        for source, smem in in_strips(x_hbm.at[row], first * group, x_smem):
             plgpu.copy_gmem_to_smem(source, smem, arrived)
         plgpu.barrier_wait(arrived)
         for g in range(groups):
@@ -75,23 +69,22 @@ def quantize(
                 x = filled(x, entries, spread, edge=not symmetric)
             u = None
             if seeds:
-                row_of = (i * ROWS + iota(x.shape, 0, spread)) * step + part
+                row_of = i * ROWS + iota(x.shape, 0, spread)
                 u = _noise(x, seeds[0][0], row_of, first + g, count, spread)
             codes, of = encoded(x, u, bits, symmetric, scale_bits)
             store(codes_smem, g * width, codes)
             for smem, stored in zip(levels_smem, of, strict=True):
                 smem[g] = stored
         plgpu.commit_smem()
-        codes_hbm = codes_hbm.at[row, part]
-        for target, smem in in_strips(codes_hbm, first * width, codes_smem):
+        for target, smem in in_strips(codes_hbm.at[row], first * width, codes_smem):
             plgpu.copy_smem_to_gmem(smem, target)
         for smem, hbm in zip(levels_smem, levels_hbm, strict=True):
-            plgpu.copy_smem_to_gmem(smem, hbm.at[part, pl.ds(first, groups), row])
+            plgpu.copy_smem_to_gmem(smem, hbm.at[pl.ds(first, groups), row])
         plgpu.wait_smem_to_gmem(0)
 
     # Scales in whole blocks: copies that are contiguous are not cut at an axis' end.
-    whole = step, blocks[2] * groups, blocks[0] * ROWS
-    out = [jax.ShapeDtypeStruct((long, step, count * width), jnp.uint8)]
+    whole = blocks[1] * groups, blocks[0] * ROWS
+    out = [jax.ShapeDtypeStruct((rows, count * width), jnp.uint8)]
     out += [jax.ShapeDtypeStruct(whole, kind) for kind in kinds]
     codes, *found = plgpu.kernel(
         quantize_block,
@@ -105,8 +98,7 @@ def quantize(
             plgpu.Barrier(num_arrivals=x_smem.shape[0]),
         ],
     )(*inputs)
-    found = [a[:, :count, :long].transpose(2, 0, 1) for a in found]
-    codes, *found = (a.reshape(long * step, -1)[:rows] for a in (codes, *found))
+    found = [a[:count, :rows].T for a in found]
     return codes, *found, *([None] if symmetric else [])
 
 
@@ -129,7 +121,7 @@ def dequantize(
     (rows, count), width = stored.shape, group * bits // 8
     groups = min(count, _held(groups, group, width, dtype))
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
-    aligned = _step(1, dtype)
+    aligned = 16 // jnp.dtype(dtype).itemsize
     numbers = [stored] if lows is None else [stored, lows]
     numbers = [longer(a.T, 1, 16) for a in numbers]
 
@@ -255,11 +247,6 @@ def tiles(dtype: jnp.dtype, width: int = 128) -> tuple:
     width = min(width, 128)
     tiling = plgpu.TilingTransform((8, width // jnp.dtype(dtype).itemsize))
     return tiling, *([plgpu.SwizzleTransform(width)] if width > 16 else [])
-
-
-def _step(size: int, dtype: jnp.dtype) -> int:
-    """After so many rows of ``size`` entries one starts at a multiple of 16 bytes."""
-    return 16 // math.gcd(16, size * jnp.dtype(dtype).itemsize)
 
 
 def longer(x: jax.Array, axis: int, unit: int) -> jax.Array:

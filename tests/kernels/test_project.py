@@ -16,7 +16,7 @@ from tests.kernels.test_activate import same
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-KERNEL = {"implementation": "mosaic_gpu"}
+KERNEL, XLA = {"implementation": "mosaic_gpu"}, {"implementation": "xla"}
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
 # Fields, dtype, x's shape and the rank: whole blocks, tails of rows and of groups,
 # several blocks of columns, one round.
@@ -121,7 +121,7 @@ def test_compiled_for_hopper(name):
     x = jax.ShapeDtypeStruct((40960, n), dtype)
     text = compiled(run, x, p)
     assert kernels_in(text) == 1 and "16[40960,256]" not in text
-    by_xla = compiled(lambda x, p: project(x, p, **fields), x, p)
+    by_xla = compiled(lambda x, p: project(x, p, **fields, **XLA), x, p)
     assert "16[40960,256]" in by_xla
 
 
