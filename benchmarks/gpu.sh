@@ -86,7 +86,7 @@ step() { # NAME OPTIONS...: one row of step.jsonl
     local name=$1
     shift
     [ -e "$out/$name.done" ] && return 0
-    if limited "$name" 400 "$python" benchmarks/step.py --part "$name" "$@"; then
+    if limited "$name" 400 nice "$python" benchmarks/step.py --part "$name" "$@"; then
         grep '^{"part' "$out/$name.log" >>"$out/step.jsonl"
     fi
 }
