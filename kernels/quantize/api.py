@@ -104,10 +104,10 @@ def dequantize(
 def _config(op, divided, dtype, axis, implementation, bits, group) -> dict | None:
     dtype = jnp.dtype(dtype)
     broken = broken_rule(divided.shape, dtype, axis, bits, group)
-    if axis == -1 and op != "dequantize":  # which writes longer rows, if it has to
+    if not broken and axis == -1 and op != "dequantize":  # which writes longer rows
         nbytes = divided.shape[-1] * dtype.itemsize
         if nbytes % 16:  # all that the copy engine reads starts at such a multiple
-            broken = broken or f"rows must be multiples of 16 bytes, got {nbytes}"
+            broken = f"rows must be multiples of 16 bytes, got {nbytes}"
     broken, op = divided.broken or broken, op + ("" if axis == -1 else "_channels")
     return choice.chosen(op, _FOLDER, implementation, broken, splits=divided.known)
 

@@ -212,9 +212,13 @@ def weight_gradient_is_xlas(codec, x):
 
 
 def projection_is_xlas(codec, x, rank):
-    """The same bits where float32's sums are exact, in any order: of whole numbers."""
-    small = jnp.round(jnp.clip(x, -2, 2)).astype(jnp.bfloat16)
-    p = jax.random.rademacher(jax.random.key(1), (x.shape[-1], rank), jnp.bfloat16)
+    """The same bits where sums are bfloat16 numbers: whole, and at most 256.
+
+    XLA does not always round to bfloat16 what it encodes.
+    """
+    small, n = jnp.round(jnp.clip(x, -1, 1)).astype(jnp.bfloat16), x.shape[-1]
+    p = jax.random.rademacher(jax.random.key(1), (n, rank), jnp.bfloat16)
+    p = jnp.where(jnp.arange(n)[:, None] % -(-n // 256) == 0, p, 0)
     same(*both_ways(codec.project, small, p))
 
 
