@@ -38,14 +38,14 @@ def main() -> None:
 
 def report(folder: Path) -> str:
     steps, kernels = rows(folder / "step.jsonl"), rows(folder / "kernels.jsonl")
-    said = "{device}, jax {jax}, commit {commit}, {date}."
-    parts = [said.format(**steps[0])]
+    parts = []
     for setting in dict.fromkeys(map(setting_of, steps)):
         some = [row for row in steps if setting_of(row) == setting]
         model, batch, seq, dtype = setting
-        parts += [f"**{model}, {batch} x {seq} tokens, {dtype}**:", step_table(some)]
+        heading = f"**{model}, {batch} x {seq} tokens, {dtype}** ({made(some)}):"
+        parts += [heading, step_table(some)]
     if kernels:
-        parts += ["**Kernels**:", kernel_table(kernels)]
+        parts += [f"**Kernels** ({made(kernels)}):", kernel_table(kernels)]
     losses = {
         file.stem.removeprefix("train_"): rows(file)
         for file in sorted(folder.glob("train_*.jsonl"))
@@ -58,6 +58,12 @@ def report(folder: Path) -> str:
     if losses:
         parts += ["**Losses at equal steps**:", loss_table(losses)]
     return "\n\n".join(parts)
+
+
+def made(some: list[dict]) -> str:
+    """Where, with what, of which code and when."""
+    said = "{device}, jax {jax}, commit {commit}, {date}"
+    return "; ".join(dict.fromkeys(said.format(**row) for row in some))
 
 
 def rows(file: Path) -> list[dict]:
@@ -80,6 +86,7 @@ def step_table(some: list[dict]) -> str:
         "at least",
         "tokens/s",
         "peak GiB",
+        "the allocator's",
         "of exact's time",
         "peak",
     )
@@ -87,36 +94,64 @@ def step_table(some: list[dict]) -> str:
     for row in some:
         low, high = row["step_ms_range"]
         least = f"{row['least_ms']:.1f}" if row.get("least_ms") else ""
+        peak, counted = row["compiled_bytes"], row["peak_bytes"]
+        allocated = f"{counted / 2**30:.2f}" if counted else ""
         ratios = ("", "")
         if exact:
             time = row["step_ms"] / exact[0]["step_ms"]
-            ratios = f"{time:.2f}", f"{peak(row) / peak(exact[0]):.2f}"
+            ratios = f"{time:.2f}", f"{peak / exact[0]['compiled_bytes']:.2f}"
         lines.append(
             f"| {row['part']} | {row['step_ms']:.1f} | {low:.1f} to {high:.1f} "
-            f"| {least} | {row['tokens_per_s']:,} | {peak(row) / 2**30:.2f} "
+            f"| {least} | {row['tokens_per_s']:,} | {peak / 2**30:.2f} | {allocated} "
             f"| {ratios[0]} | {ratios[1]} |"
         )
     return "\n".join(lines)
 
 
-def peak(row: dict) -> int:
-    return row["peak_bytes"] or row["compiled_bytes"]
-
-
 def kernel_table(some: list[dict]) -> str:
-    lines = ["| op | case | by | config | µs | of the plain op | of XLA's speed |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    """Of each case the kernel as the card runs it: of all configs that were tried."""
+    names = "op", "case", "XLA µs", "in parts", "kernel", "of XLA's speed"
+    names += "of the copy's", "of the plain op's"
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    cases: dict[tuple[str, str], list[dict]] = {}
     for row in some:
-        config = ", ".join(f"{k} {v}" for k, v in (row["config"] or {}).items())
-        head = f"| {row['op']} | {row['case']} | {row['implementation']} | {config} "
-        if "error" in row:
-            lines.append(head + f"| {row['error']} | | |")
+        cases.setdefault((row["op"], row["case"]), []).append(row)
+    for (op, case), rows_of in cases.items():
+        by = {row["implementation"]: row for row in rows_of if "error" not in row}
+        kernel = taken(op, [r for r in rows_of if r["implementation"] == "mosaic_gpu"])
+        shown = [
+            f"{by[name]['microseconds']:.0f}" if name in by else ""
+            for name in ("xla", "in parts")
+        ]
+        if kernel is None:
+            lines.append(f"| {op} | {case} | {' | '.join(shown)} | | | | |")
             continue
+        copy = "of_copy" if "of_copy" in kernel else "of_plain"
+        copies = kernel[copy] if copy == "of_copy" or not evaluates(op) else None
+        plain = kernel.get("of_plain") if evaluates(op) else None
+        ratios = (f"{r:.2f}" if r else "" for r in (copies, plain))
         lines.append(
-            head + f"| {row['microseconds']:.1f} | {row['of_plain']:.2f} "
-            f"| {row['of_xla']:.2f} |"
+            f"| {op} | {case} | {' | '.join(shown)} | {kernel['microseconds']:.0f} "
+            f"| {kernel['of_xla']:.2f} | {' | '.join(ratios)} |"
         )
     return "\n".join(lines)
+
+
+def evaluates(op: str) -> bool:
+    """Whether the op stands beside a product or a function, or else beside a copy."""
+    return "quantize" not in op
+
+
+def taken(op: str, tried: list[dict]) -> dict | None:
+    """The row of the config that the card has figures of, or the fastest one."""
+    tried = [row for row in tried if "error" not in row]
+    if not tried:
+        return None
+    folder = "quantize" if "quantize" in op else op
+    figures = json.loads((ROOT / f"kernels/{folder}/config.json").read_text())[op]
+    config = figures.get(tried[0]["device"])
+    same = [row for row in tried if row["config"] in (config, None)]
+    return min(same or tried, key=lambda row: row["microseconds"])
 
 
 def loss_table(losses: dict[str, list[dict]]) -> str:

@@ -402,10 +402,17 @@ MUTATIONS = [
     Mutation(
         "the last entries of a row are not projected",
         "kernels/project/mosaic_gpu.py",
-        "rounds = pl.cdiv(n, _SUMMED)",
-        "rounds = max(1, n // _SUMMED)",
+        "rounds, both = n // _SUMMED,",
+        "rounds, both = max(1, n // _SUMMED - 1),",
         "tests/kernels/test_project.py"
         "::test_bits_are_the_references_where_sums_are_exact",
+    ),
+    Mutation(
+        "a kernel reads rows that the copy engine can't",
+        "kernels/quantize/api.py",
+        "if nbytes % 16:",
+        "if nbytes % 2:",
+        "tests/kernels/test_quantize.py::test_what_the_kernel_does_not_take",
     ),
     Mutation(
         "a device has part of a group",
