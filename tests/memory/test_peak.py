@@ -1,6 +1,7 @@
 """Peaks of programs that are compiled for cards that are not here."""
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxcompact as jc
+from jaxcompact.kernels import choice
 from tests.memory.steps import ARGS, BF16, F32, S, double, train_step
 
 
@@ -170,13 +172,18 @@ def test_what_is_encoded_is_smaller():
 
         return run
 
-    args = S((512, 2048), BF16), S((8192, 512), BF16)
-    small = step(lambda f: jc.checkpoint(f, policy=jc.policies.int4(), params=0))
-    plain, encoded = (
-        jc.memory.peak(f, *args, donate=0) for f in (step(lambda f: f), small)
-    )
-    assert encoded.breakdown["residuals"] < 0.5 * plain.breakdown["residuals"]
-    assert encoded.peak_bytes < plain.peak_bytes
+    def peak(checkpoint):
+        args = S((512, 2048), BF16), S((8192, 512), BF16)
+        return jc.memory.peak(step(checkpoint), *args, donate=0)
+
+    plain = peak(lambda f: f)
+    small = partial(jc.checkpoint, policy=jc.policies.int4(), params=0)
+    for way, most in (("xla", 0.5), ("mosaic_gpu", 0.7)):
+        with choice.using(way):
+            encoded = peak(small)
+        # Here forward: XLA puts tanh in the place of what it is of, a kernel beside it.
+        assert encoded.breakdown["residuals"] < most * plain.breakdown["residuals"]
+        assert encoded.peak_bytes < most * 1.2 * plain.peak_bytes
 
 
 def test_offloaded_bytes_are_the_hosts():

@@ -61,7 +61,7 @@ def tolerance(expected, products=7 * CONFIG.layers + 1, width=CONFIG.width):
         ("60m", 58.07),
         ("130m", 134.11),
         ("350m", 367.97),
-        ("1b", 1339.08),
+        ("1b", 1339.53),  # the papers': 1339.08, whose ff is 5461
         ("7b", 6738.42),
     ],
 )
