@@ -107,6 +107,7 @@ of() { # NAME: the method's options
 
 losses_of() { # NAME: at equal steps
     local folder=$scratch/train_$1
+    [ -e "$out/train_$1.done" ] && return 0
     # shellcheck disable=SC2046
     limited "train_$1" 150 "$python" train/pretrain.py $(of "$1") "${train[@]}" \
         --out "$folder" && cp "$folder"/*/metrics.jsonl "$out/train_$1.jsonl"
@@ -138,11 +139,13 @@ for name in exact int4 remat_nothing compact_int4 compact remat_dots_no_batch; d
     # shellcheck disable=SC2046
     beside step "1b_$name" "${large[@]}" $(of "$name")
 done
-beside step plan "${small[@]}" --plan recomputed
-beside step 1b_plan "${large[@]}" --plan recomputed
-# int4 takes the kernels that were measured to be faster; here XLA's code alone.
-# shellcheck disable=SC2046
-[ -z "$on_gpu" ] || beside step int4_xla "${small[@]}" $(of int4) --kernels xla
+if [ -n "$on_gpu" ]; then
+    beside step plan "${small[@]}" --plan recomputed
+    beside step 1b_plan "${large[@]}" --plan recomputed
+    # int4 takes the kernels that were measured to be faster; here XLA's code alone.
+    # shellcheck disable=SC2046
+    beside step int4_xla "${small[@]}" $(of int4) --kernels xla
+fi
 wait
 if [ ! -e "$out/kernels.done" ] &&
     limited kernels 200 "$python" benchmarks/kernels.py --json ${on_gpu:+--tune}; then
