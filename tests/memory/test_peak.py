@@ -183,7 +183,7 @@ def test_what_is_encoded_is_smaller():
             encoded = peak(small)
         # Here forward: XLA puts tanh in the place of what it is of, a kernel beside it.
         assert encoded.breakdown["residuals"] < most * plain.breakdown["residuals"]
-        assert encoded.peak_bytes < most * 1.2 * plain.peak_bytes
+        assert encoded.peak_bytes < plain.peak_bytes
 
 
 def test_offloaded_bytes_are_the_hosts():
