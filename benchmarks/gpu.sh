@@ -172,11 +172,7 @@ wait
     limited actions 90 "$python" benchmarks/plans.py actions LLaMA-350M
 # Last: it disturbs all else that uses the card.
 if [ -n "$on_gpu" ] && command -v compute-sanitizer >/dev/null; then
-    checks=()
-    for name in quantizations quantizations_by_channels weight_gradients projections \
-        activations biased_activations norms; do
-        checks+=("test_${name}_are_xlas")
-    done
+    mapfile -t checks < <(sed -n 's/^def \(test_.*_are_xlas\).*/\1/p' tests/gpu/test_gpu.py)
     SMALL=1 XLA_FLAGS=--xla_gpu_autotune_level=0 limited sanitizer 120 \
         compute-sanitizer --error-exitcode 9 "$python" tests/gpu/test_gpu.py "${checks[@]}"
 fi

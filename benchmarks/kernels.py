@@ -301,8 +301,10 @@ def filled(args: tuple, seed: int) -> tuple:
 
 
 def measured(case: Case, timers: list[tuple[dict, Callable | None]]) -> Iterator[dict]:
-    (_, beside), *rest = timers
-    plain, first = beside(), None
+    (_, timed), *rest = timers
+    beside, first = timed(), None
+    # Of the plain op's speed, or of the copy's bandwidth.
+    ratio = "of_plain" if case.plain else "of_copy"
     for row, seconds in rest:
         if seconds is None:
             yield row
@@ -313,8 +315,7 @@ def measured(case: Case, timers: list[tuple[dict, Callable | None]]) -> Iterator
             "microseconds": took * 1e6,
             "bytes": case.bytes,
             "flops": case.flops,
-            "of_plain": plain
-            / took,  # of the copy's bandwidth, or the plain op's speed
+            ratio: beside / took,
             "of_xla": first / took,
         }
 
@@ -422,7 +423,8 @@ def line(row: dict) -> str:
     head = f"{row['op']:19} {row['case']:26} {row['implementation']:10} "
     if "error" in row:
         return head + row["error"]
-    text = f"{row['microseconds']:9.1f} us {row['of_plain']:5.2f} of the plain op"
+    beside = "plain" if "of_plain" in row else "copy"
+    text = f"{row['microseconds']:9.1f} us {row[f'of_{beside}']:5.2f} of the {beside}"
     return head + text + f" {row['of_xla']:5.2f}x XLA {row['config'] or ''}"
 
 

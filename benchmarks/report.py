@@ -126,20 +126,15 @@ def kernel_table(some: list[dict]) -> str:
         if kernel is None:
             lines.append(f"| {op} | {case} | {' | '.join(shown)} | | | | |")
             continue
-        copy = "of_copy" if "of_copy" in kernel else "of_plain"
-        copies = kernel[copy] if copy == "of_copy" or not evaluates(op) else None
-        plain = kernel.get("of_plain") if evaluates(op) else None
-        ratios = (f"{r:.2f}" if r else "" for r in (copies, plain))
+        ratios = (
+            f"{kernel[name]:.2f}" if name in kernel else ""
+            for name in ("of_copy", "of_plain")
+        )
         lines.append(
             f"| {op} | {case} | {' | '.join(shown)} | {kernel['microseconds']:.0f} "
             f"| {kernel['of_xla']:.2f} | {' | '.join(ratios)} |"
         )
     return "\n".join(lines)
-
-
-def evaluates(op: str) -> bool:
-    """Whether the op stands beside a product or a function, or else beside a copy."""
-    return "quantize" not in op
 
 
 def taken(op: str, tried: list[dict]) -> dict | None:

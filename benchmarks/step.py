@@ -113,10 +113,7 @@ def measure(method: Method, arguments: argparse.Namespace) -> dict:
         return jc.plan_step(make_step, layers=layers, budget=budget)
 
     with turns.compiling():
-        plan = None
-        if arguments.plan:
-            plan = planned(arguments.plan)
-        training = training_under(plan)
+        training = training_under(arguments.plan and planned(arguments.plan))
         start = time.perf_counter()
         with choice.using(arguments.kernels):
             step_fn = compiled(training)

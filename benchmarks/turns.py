@@ -13,9 +13,11 @@ from collections.abc import Iterator
 def compiling() -> Iterator[None]:
     """Beside others that compile: XLA tries products on the device."""
     file = _locked(fcntl.LOCK_SH)
-    yield
-    if file is not None:
-        os.close(file)
+    try:
+        yield
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def measure() -> None:
