@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.kernels import CONFIGS, SHAPES, cases
+from benchmarks.kernel_cases import SHAPES, cases
+from benchmarks.kernels import CONFIGS
 from jaxcompact.kernels import choice
 from tests.kernels.machine_code import resources
 
