@@ -73,12 +73,14 @@ class Forward:
         self,
         inputs: Sequence[Any],
         encode: Callable[[int, Any], Any],
+        holds: Sequence[Sequence[int]],
         regions: Sequence[Region | Norm] = (),
         evaluate: Callable[[Any, list[Any]], tuple[list[Any], list[Any]]] | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """The outputs, and ``encode(k, value)`` of each slot, made when its value is.
 
-        Left to itself XLA encodes at the end, and keeps what it encodes until then.
+        Left to itself XLA encodes at the end, and keeps what it encodes until then:
+        what reads a value waits for those of its slot's leaves that ``holds`` names.
         What one of ``regions`` makes, and its sources' slots, are those of
         ``evaluate``.
         What nothing reads but its encoding (a relu's slope) is not tied to it, and so
@@ -96,7 +98,7 @@ class Forward:
             for k in () if value in sources else self.places.get(value, ()):
                 stored[k] = encode(k, x)
                 if value in read_on:
-                    x, stored[k] = tie((x, stored[k]))
+                    x, (stored[k],) = held(x, [stored[k]], [holds[k]])
             return x
 
         def rule(op: Op, values: list[Any], env: dict[int, Any]) -> list[Any]:
@@ -120,6 +122,19 @@ class Forward:
         env = graph.run(list(inputs), rule)
         outs = [read(env, v) for v in graph.outputs[:count]]
         return outs, [stored[k] for k in range(self.slots)]
+
+
+def held(
+    tree: Any, stored: Sequence[Sequence[Any]], holds: Sequence[Sequence[int]]
+) -> tuple[Any, list[list[Any]]]:
+    """``tree`` tied to those of the leaves that are stored which ``holds`` names."""
+    stored = list(map(list, stored))
+    pairs = list(zip(stored, holds, strict=True))
+    tree, tied = tie((tree, [[leaves[i] for i in names] for leaves, names in pairs]))
+    for (leaves, names), own in zip(pairs, tied, strict=True):
+        for i, leaf in zip(names, own, strict=True):
+            leaves[i] = leaf
+    return tree, stored
 
 
 def _in_order(ops: Sequence[Op], ends: Mapping[Op, Region | Norm]) -> list[Op]:

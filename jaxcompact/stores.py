@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs import Codec
+from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.kernels import choice
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
@@ -54,6 +54,17 @@ class Store:
     def leaves_of(self, encoded: Any) -> list[jax.Array]:
         leaves = jax.tree.leaves(encoded)
         return list(map(_as_bits, leaves)) if self.as_bits else leaves
+
+    def holds(self) -> Sequence[int]:
+        """Leaves that what reads on is to be tied to.
+
+        All of them, or the smallest of what a kernel makes at once: it can then write
+        the others where a scan stacks them, in place of a copy.
+        """
+        every = range(len(self.leaves))
+        with _its_mesh(self.aval):
+            kernel = type(self.codec) is Quantized and self.codec.quantizes(self.aval)
+        return [min(every, key=lambda i: self.leaves[i].size)] if kernel else every
 
     def later(self, leaves: list[jax.Array]) -> Any:
         if self.codec is None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.codecs import Quantized
+from jaxcompact.forward import held
 from jaxcompact.graph import (
     Graph,
     Op,
@@ -19,7 +20,6 @@ from jaxcompact.graph import (
     inner_jaxprs,
     read,
     renewed,
-    tie,
     zeros,
 )
 from jaxcompact.loops import inputs_of_body
@@ -208,16 +208,18 @@ class Plan:
             if probes
             else list(filter(self._in_one_pass, self.replay.forward.regions))
         )
+        holds = [store.holds() for store in self.stores]
         outs, stored = self.replay.forward.run(
             inputs,
             lambda k, x: self.stores[k].encode(
                 self._probed(slots[k].source, x, probes)
             ),
+            holds,
             regions,
             self._evaluate,
         )
         if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
-            outs, stored = tie((outs, stored))
+            outs, stored = held(outs, stored, holds)
         return even(outs, self.traced.uneven, inputs), stored
 
     def _in_one_pass(self, region: Region | Norm) -> bool:

@@ -178,6 +178,16 @@ class Quantized(Codec):
         )
         return Encoded(codes, scales, lows, x.shape, x.dtype, parts)
 
+    def quantizes(self, x: Any) -> bool:
+        """Whether a kernel makes all that `encode` gives of such an array, at once.
+
+        It is not said of noise, which is XLA's under vmap, and of axes that are merged.
+        """
+        if self.stochastic or self._grouped(x.shape) != x.shape:
+            return False
+        group = self._group(x.shape[self.axis])
+        return api.in_one_pass(x, bits=self.bits, group=group, axis=self.axis)
+
     def decode(self, encoded: Encoded) -> jax.Array:
         """``x`` again, in its shape and dtype."""
         self._require_encoded(encoded, Encoded)

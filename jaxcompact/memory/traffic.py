@@ -145,6 +145,8 @@ class _Operation:
     def _written(self, made: Instruction, places: Mapping[str, Instruction]) -> int:
         if made.op == "tuple":
             return sum(self._written(places[name], places) for name in made.operands)
+        if made.op == "get-tuple-element":
+            return made.nbytes
         if made.op in _RENAMES:
             return self._written(places[made.operands[0]], places)
         if made.op == "dynamic-update-slice":

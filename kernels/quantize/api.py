@@ -66,6 +66,14 @@ def quantize(
     return varying_as(x, run(x, seed))
 
 
+def in_one_pass(
+    x: jax.Array | jax.core.ShapedArray, *, bits: int, group: int, axis: int = -1
+) -> bool:
+    """Whether `quantize` would take its kernel, rounding to nearest."""
+    divided = division(x, axis, group)
+    return _config("quantize", divided, x.dtype, axis, None, bits, group) is not None
+
+
 def dequantize(
     codes: jax.Array,
     stored: jax.Array,

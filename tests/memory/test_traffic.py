@@ -89,6 +89,18 @@ def test_what_is_encoded_after_a_product():
     assert "encoding" not in found
 
 
+def test_what_a_kernel_puts_in_a_stack_is_written_once():
+    x, ws = S((4096, 512), jnp.bfloat16), S((8, 512, 512), jnp.bfloat16)
+
+    def fun(x, ws):
+        return jax.lax.scan(lambda x, w: (x, jc.Quantized(4).encode(x @ w)), x, ws)
+
+    with choice.using("mosaic_gpu"):
+        found = of(fun, x, ws)
+    scales, place = x.size // 64 * 2, 4
+    assert found["kernels"].nbytes == 8 * (x.size * 2.5 + scales + place)
+
+
 # As compiled with cuDNN, which not every machine of the tests has.
 ATTENTION = """
 ENTRY %main (q: bf16[2,1024,4,64]) -> bf16[2,4,1024,64] {
