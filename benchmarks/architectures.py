@@ -32,7 +32,7 @@ import numpy as np  # noqa: E402
 from models import gact  # noqa: E402
 from paper_models import LARGER, MODELS, Larger, Model  # noqa: E402
 from plans import step_seconds  # noqa: E402
-from step import provenance  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from jaxcompact import memory  # noqa: E402

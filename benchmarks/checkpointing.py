@@ -28,12 +28,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from attention import flash  # noqa: E402
@@ -292,7 +293,7 @@ def rows(kind: str) -> list[dict]:
 
 def write(**row) -> None:
     with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(row | provenance()) + "\n")
     print(row, flush=True)
 
 

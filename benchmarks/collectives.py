@@ -21,7 +21,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import memory  # noqa: E402
 import optax  # noqa: E402
-from step import provenance  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 import sharding  # noqa: E402
 import summary  # noqa: E402

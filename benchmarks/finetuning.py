@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks" / "results" / "finetuning.jsonl"
 
 SEEDS = (0, 1)
@@ -54,6 +54,8 @@ def rows() -> list[dict]:
 
 
 def run(data: Path, out: Path) -> None:
+    from provenance import provenance
+
     import finetune
     import pretrain
 
@@ -87,7 +89,7 @@ def run(data: Path, out: Path) -> None:
                 "seconds": round(time.perf_counter() - start, 1),
             }
             with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row | provenance()) + "\n")
 
 
 def table() -> None:

@@ -25,8 +25,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import linen as nn  # noqa: E402
+from provenance import provenance  # noqa: E402
 from recurrent_tasks import delta_rule  # noqa: E402
-from step import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from jaxcompact import memory  # noqa: E402

@@ -33,7 +33,7 @@ import jax.numpy as jnp  # noqa: E402
 import turns  # noqa: E402
 from jax import lax  # noqa: E402
 from kernel_cases import SHAPES, TOY, Case, cases, size  # noqa: E402
-from step import provenance  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
 from jaxcompact.memory import devices  # noqa: E402

@@ -37,7 +37,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from memory_tables import batches, markdown, matrix, plot  # noqa: E402
-from step import provenance  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 import sharding  # noqa: E402
 from configs import MODELS  # noqa: E402

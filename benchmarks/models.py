@@ -38,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 from graph_tasks import gat, gcn, graphsage  # noqa: E402
 from model_errors import checkpointed, cross_entropy, gradient  # noqa: E402
 from model_tasks import Task, bert, gpt2, mlp, resnet, swin, vgg, vit  # noqa: E402
+from provenance import provenance  # noqa: E402
 from recurrent_tasks import deltanet, lstm  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -245,7 +246,7 @@ def run(data: Path, names: list[str]) -> None:
                 row |= train(task, policy, seed)
                 row["seconds"] = round(time.perf_counter() - start)
                 with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                    file.write(json.dumps(row | provenance()) + "\n")
                 print(row, flush=True)
 
 

@@ -35,8 +35,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from adacc_gpt2 import adam_step, build  # noqa: E402
+from provenance import provenance  # noqa: E402
 from scipy.optimize import linprog  # noqa: E402
-from step import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from configs import MODELS as LLAMAS  # noqa: E402

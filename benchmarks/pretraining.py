@@ -20,12 +20,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from jaxcompact.subspace import Slot  # noqa: E402
@@ -244,7 +245,7 @@ def run(source: str, part: str) -> None:
             row = {"label": label, "lr": lr, "alpha": alpha, "seed": seed}
             row |= {"steps": steps} | trainer.run(lr, alpha)
             with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps(row | provenance()) + "\n")
             print(row, flush=True)
 
 

@@ -9,11 +9,8 @@ Several at once compile together and measure in turn (`turns.py`).
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +22,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 import turns  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from configs import MODELS  # noqa: E402
@@ -175,21 +173,6 @@ def between_svds(state):
         return node._replace(count=node.count + 1) if isinstance(node, kind) else node
 
     return jax.tree.map(advanced, state, is_leaf=lambda node: isinstance(node, kind))
-
-
-def provenance() -> dict:
-    """Card, versions, commit and date: what a figure is worth nothing without."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-        "commit": os.environ.get("COMMIT") or commit or "unknown",
-        "date": datetime.date.today().isoformat(),
-    }
 
 
 if __name__ == "__main__":

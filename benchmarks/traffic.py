@@ -4,9 +4,9 @@
     python benchmarks/traffic.py run      # the rows of docs/results.md; needs no card
     python benchmarks/traffic.py table
 
-Methods as of memory.py; "kernels": with Pallas kernels forced. A step's time is the sum
-over its operations of bytes or products at an H200's full rate, whichever take longer:
-nothing can be faster, and how much slower it is a card will tell.
+Methods as of memory.py, with the kernels that an H200 takes; ", XLA": without them. A
+step's time is the sum over its operations of bytes or products at an H200's full rate,
+whichever take longer: nothing can be faster.
 """
 
 import argparse
@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks/results/traffic.jsonl"
 
 import memory  # noqa: E402
-from step import provenance  # noqa: E402
+from provenance import provenance  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
 from jaxcompact.memory import compiler, devices  # noqa: E402
@@ -32,11 +32,11 @@ METHODS = (
     "remat",
     "int8",
     "int4",
-    "int4, kernels",
+    "int4, XLA",
     "compact",
     "compact+remat",
     "compact+int4",
-    "compact+int4, kernels",
+    "compact+int4, XLA",
 )
 SETTINGS = [("350m", 128, 256), ("1b", 32, 1024)]
 
@@ -58,10 +58,10 @@ def main() -> None:
 
 
 def measure(model: str, batch: int, seq: int, method: str) -> dict:
-    name, _, kernels = method.partition(", ")
+    name, _, alone = method.partition(", ")
     step, args = memory.make_step(model, batch, seq, 1, name)
     card = devices()["h200"]
-    with choice.using("mosaic_gpu") if kernels else nullcontext():
+    with choice.using("xla") if alone else nullcontext():
         lowered = compiler.lower(step, args, card, None, None)
         compiled = compiler.compile_lowered(lowered, card)
     found = traffic(compiled.text, card)
