@@ -281,7 +281,7 @@ MUTATIONS = [
         "jaxcompact/planner/search.py",
         "measured = found.under(best.actions)",
         "measured = found",
-        "tests/planner/test_sensitivity.py::"
+        "tests/planner/test_noise.py::"
         "test_what_is_made_again_of_what_is_encoded[0.03-0.1]",
     ),
     Mutation(

@@ -1,68 +1,19 @@
-"""What rounding does to gradients: predicted against measured, and bits against all."""
+"""What rounding does to gradients: predicted against measured, and at equal bytes."""
 
 import dataclasses
-import itertools
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
-from jaxcompact.planner.effects import Effect, noise
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
-from jaxcompact.planner.search import scan_step
 from jaxcompact.planner.sensitivity import CODECS
-
-D, FF, LAYERS = 64, 160, 3
-SHAPES = {
-    **dict.fromkeys(("q", "k", "v", "o"), (D, D)),
-    **dict.fromkeys(("gate", "up"), (D, FF)),
-    "down": (FF, D),
-}
-KEYS = jax.random.split(jax.random.key(0), len(SHAPES) + 2)
-PARAMS = {
-    name: jax.random.normal(key, (LAYERS, *shape)) / shape[0] ** 0.5
-    for key, (name, shape) in zip(KEYS, SHAPES.items(), strict=False)
-}
-X, TARGET = (jax.random.normal(key, (4, 64, D)) for key in KEYS[-2:])
-
-
-def norm(x):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def block(w, x):
-    y = norm(x)
-    q, k, v = y @ w["q"], y @ w["k"], y @ w["v"]
-    x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2) / 8) @ v @ w["o"]
-    y = norm(x)
-    return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
-
-
-def make_gradient(policy, block=block):
-    wrapped = jc.checkpoint(block, policy=policy, params=0)
-
-    def loss(params, x):
-        x, _ = jax.lax.scan(lambda x, w: (wrapped(w, x), None), x, params)
-        return jnp.square(x - TARGET).mean()
-
-    return jax.grad(loss), (PARAMS, X)
-
-
-def gradient(policy):
-    of, args = make_gradient(policy)
-    return flat(jax.jit(of)(*args))
-
-
-def flat(tree):
-    return jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
+from tests.planner.gradients import PARAMS, X, block, flat, gradient, make_gradient
 
 
 @pytest.fixture(scope="module")
@@ -221,60 +172,6 @@ def test_a_plan_counts_with_it(found, exact, limit):
     assert (solution.noise > 0.5 * limit**2) == (limit > 0)
 
 
-# To first order, which the larger error leaves: see below.
-@pytest.mark.slow
-@pytest.mark.parametrize(("limit", "near"), [(0.03, 0.1), (0.2, 0.25)])
-def test_what_is_made_again_of_what_is_encoded(limit, near, tmp_path, monkeypatch):
-    """Seven sums of a block come of x: as it is encoded, so are they, which moves the
-    gradient five times as far as x alone; a plan's error is that of all."""
-    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
-    keys = jax.random.split(jax.random.key(0), 3)
-    w = jax.random.normal(keys[0], (8, D, D)) * 0.12
-    x, target = (jax.random.normal(key, (256, D)) for key in keys[1:])
-    layers = jnp.stack([w] * 3)
-
-    def deep(w, x):
-        for each in w:
-            x = x + jnp.tanh(x @ each)
-        return x
-
-    def make(policy):
-        wrapped = jc.checkpoint(deep, policy=policy, params=0, prevent_cse=False)
-
-        def loss(layers, x):
-            x, _ = jax.lax.scan(lambda x, w: (wrapped(w, x), None), x, layers)
-            return jnp.square(x - target).mean()
-
-        return jax.grad(loss), (layers, x)
-
-    def error(policy):
-        g, e = (flat(jax.jit(make(p)[0])(layers, x)) for p in (policy, jc.Policy()))
-        return float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e))
-
-    found = jc.sensitivity(make)
-    only = {"x": jc.Quantized(4), "*": jc.Recompute()}
-    real = error(jc.Policy(only))
-    names = dict.fromkeys(found.effects, jc.Recompute()) | {"x": jc.Quantized(4)}
-    assert real > 4 * found.error(names)
-    # The noise is far from small here: to first order it is no less.
-    assert found.under(names).error(names) == pytest.approx(real, rel=0.25)
-
-    step, args = scan_step(deep, (w, x), 3, 0)(jc.Policy())
-    plan = jc.plan(
-        deep,
-        w,
-        x,
-        layers=3,
-        budget=jc.memory.peak(step, *args).peak_bytes,  # of making all again
-        sensitivity=found,
-        max_error=limit,
-        progress=lambda line: None,
-    )
-    assert any(isinstance(a, jc.Quantized) for a in plan.actions.values())
-    assert error(plan) == pytest.approx(plan.error, rel=near)
-    assert 0 < plan.error <= limit
-
-
 def test_modules_are_arguments():
     """As their states are."""
     model, x = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), X[0, :, :16]
@@ -292,139 +189,6 @@ def test_modules_are_arguments():
 
     found = jc.sensitivity(lambda policy: (nnx.grad(loss(policy)), (model, x)))
     assert found == jc.sensitivity(of_state) and found.effects
-
-
-def test_no_less_than_another():
-    four, eight = jc.Quantized(4), jc.Quantized(8)
-
-    def of(**errors):
-        effects = {name: Effect((8, 64), jnp.float32, e) for name, e in errors.items()}
-        return jc.Sensitivity("made_up", jc.policies.int4(), effects)
-
-    known = {four: 4.0, eight: 1.0}
-    small = of(a=known, b=known)
-    other = of(a={four: 2.0}, b={four: 12.0}, c={four: 1.0})
-    found = small.no_less_than(other, (four, eight)).effects
-    assert found["a"].errors == {four: 4.0, eight: 1.0}
-    assert found["b"].errors == {four: 12.0, eight: 3.0}
-    ratio = noise(eight) / noise(four)
-    assert found["c"].errors == pytest.approx({four: 1.0, eight: ratio})
-
-
-def test_what_a_card_without_a_host_is_offered():
-    """No offloading, also where it was measured; every other codec that was."""
-    base = jc.policies.uniform(jc.Offload())
-    found = jc.sensitivity(make_gradient, policy=base, codecs=CODECS[:2])
-    assert all(jc.Offload() in e.errors for e in found.effects.values())
-    traces = block_of(make_gradient, base, "make_gradient")
-    card = devices()["tpu-v5e"]
-    assert card.host_bandwidth is None
-    for item in problem(traces, base, (), card, found).items:
-        assert not any(option.away for option in item.options)
-        if item.tensor.name in found.effects:
-            offered = {o.action for o in item.options} - {jc.Save()}
-            assert offered == set(found.effects[item.tensor.name].errors) - {
-                jc.Offload()
-            }
-
-
-def test_noise_of_one_name_is_shared():
-    """Each of two tensors has half of what was measured, all of what was not."""
-
-    def named(w, x):
-        for key in ("q", "k"):
-            x = x + checkpoint_name(jnp.sin(x @ w[key]), "y") @ w["o"]
-        return x
-
-    base = jc.Policy({"y": jc.Quantized(4)})
-    make = lambda policy: make_gradient(policy, named)  # noqa: E731
-    traces = block_of(make, base, "make")
-    known = jc.sensitivity(make, policy=base)
-    for found, whole in ((known, known.effects["y"].errors), (None, None)):
-        asked = problem(traces, base, CODECS, devices()["h200"], found)
-        each = [item for item in asked.items if item.tensor.name == "y"]
-        assert len(each) == 2
-        for option in (o for item in each for o in item.options if o.lossy):
-            one = noise(option.action) if whole is None else whole[option.action] / 2
-            assert option.noise == pytest.approx(one)
-
-
-# --- bits ---
-
-
-def made_up(errors, sizes, codecs=CODECS):
-    """Effects of tensors whose error is ``errors`` times that of the codec."""
-    effects = {
-        f"t{i}": Effect((size,), jnp.float32, {c: e * 4.0**-c.bits for c in codecs})
-        for i, (e, size) in enumerate(zip(errors, sizes, strict=True))
-    }
-    return jc.Sensitivity("made_up", jc.policies.int4(), effects)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_no_other_bits_are_better(seed):
-    rng = np.random.default_rng(seed)
-    count = 4
-    found = made_up(10 ** rng.uniform(-3, 3, count), rng.integers(1, 9, count) * 256)
-    bits = rng.uniform(2.6, 8)
-    rules = dict(found.policy(bits).rules)
-    assert found.bits(rules) <= bits
-    entries = sum(effect.entries for effect in found.effects.values())
-    each = (
-        [(e.nbytes(c), e.errors[c]) for c in CODECS] for e in found.effects.values()
-    )
-    choices = (zip(*choice, strict=True) for choice in itertools.product(*each))
-    best = min(sum(e) for size, e in choices if 8 * sum(size) / entries <= bits)
-    assert found.error(rules) ** 2 <= 1.05 * best
-    # Nothing that is left would give any tensor its next codec.
-    sizes = sorted(c.nbytes((256,), jnp.float32) for c in CODECS)
-    room = (bits - found.bits(rules)) * sum(
-        math.prod(e.shape) for e in found.effects.values()
-    )
-    for name, codec in rules.items():
-        more = [s for s in sizes if s > codec.nbytes((256,), jnp.float32)]
-        size = math.prod(found.effects[name].shape) / 256
-        step = more and (more[0] - codec.nbytes((256,), jnp.float32)) * size
-        assert not more or 8 * step > room
-
-
-def test_bits_count_scales():
-    found = made_up([1, 1], [256, 768])
-    assert found.bits({"t0": jc.Quantized(8), "t1": jc.Quantized(4)}) == (
-        0.25 * (8 + 16 / 64) + 0.75 * (4 + 16 / 64)
-    )
-
-
-def test_what_was_not_measured_counts_in_proportion():
-    (effect,) = made_up([1.0], [256], codecs=[jc.Quantized(4)]).effects.values()
-    ratio = effect.error(jc.Quantized(8)) / effect.error(jc.Quantized(4))
-    assert ratio == pytest.approx(15**2 / 255**2, rel=0.3)  # of the steps
-    assert effect.error(jc.Offload()) == 0
-    only = dataclasses.replace(effect, errors={jc.Offload(): 0.0})
-    assert only.error(jc.Quantized(4)) == 0
-
-
-def test_what_there_is_is_used():
-    """GACT's own allocation uses 2.75 of 4 bits here."""
-    found = made_up([1e10, 1, 1, 1, 1, 1, 1, 1], [4096] * 8)
-    rules = dict(found.policy(4.25).rules)
-    assert 0.95 * 4.25 <= found.bits(rules) <= 4.25
-    assert rules["t0"].bits == 8
-
-
-def test_equal_tensors_get_equal_bits():
-    for codec in CODECS:
-        found = made_up([3.0] * 6, [512] * 6)
-        bits = 8 * codec.nbytes((512,), jnp.float32) / 512
-        assert set(dict(found.policy(bits).rules).values()) == {codec}
-
-
-def test_who_matters_more_gets_no_fewer_bits():
-    found = made_up([1, 10, 100, 1000, 10000], [256] * 5)
-    for bits in (2.6, 3.2, 4.25, 5.0, 7.0):
-        each = [c.bits for c in dict(found.policy(bits).rules).values()]
-        assert each == sorted(each)
 
 
 @pytest.mark.slow
@@ -467,26 +231,6 @@ def test_a_policy_of_rules_and_another_dtype():
     found = jc.sensitivity(make, policy=base)
     of, args = make(found.policy(4.25))
     assert jnp.isfinite(flat(of(*args))).all()
-
-
-def test_tensors_of_one_name_count_together():
-    def named(w, x):
-        for key in ("q", "k"):
-            x = x + checkpoint_name(jnp.sin(x @ w[key]), "y") @ w["o"]
-        return x
-
-    base = jc.Policy({"y": jc.Quantized(4)})
-    found = jc.sensitivity(lambda p: make_gradient(p, named), policy=base)
-    assert found.effects["y"].count == 2
-    assert found.effects["y"].entries == 2 * X.size
-    assert found.bits({"y": jc.Quantized(8)}) == 8.25
-
-    def wide(w, x):
-        checkpointed = checkpoint_name(jnp.sin(x @ w["gate"]), "y") @ w["down"]
-        return x + checkpointed + checkpoint_name(jnp.sin(x @ w["q"]), "y") @ w["o"]
-
-    with pytest.raises(ValueError, match="tensors of one name must have one shape"):
-        jc.sensitivity(lambda p: make_gradient(p, wide), policy=base)
 
 
 def test_what_is_refused(found):

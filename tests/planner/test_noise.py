@@ -1,0 +1,127 @@
+"""What rounding does to gradients, as plans count it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxcompact as jc
+from jaxcompact.memory import devices
+from jaxcompact.planner.block import block_of
+from jaxcompact.planner.effects import noise
+from jaxcompact.planner.problem import problem
+from jaxcompact.planner.search import scan_step
+from jaxcompact.planner.sensitivity import CODECS
+from tests.planner.gradients import D, X, flat, make_gradient
+
+
+# To first order, which the larger error leaves: see below.
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "near"), [(0.03, 0.1), (0.2, 0.25)])
+def test_what_is_made_again_of_what_is_encoded(limit, near, tmp_path, monkeypatch):
+    """Seven sums of a block come of x: as it is encoded, so are they, which moves the
+    gradient five times as far as x alone; a plan's error is that of all."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = jax.random.normal(keys[0], (8, D, D)) * 0.12
+    x, target = (jax.random.normal(key, (256, D)) for key in keys[1:])
+    layers = jnp.stack([w] * 3)
+
+    def deep(w, x):
+        for each in w:
+            x = x + jnp.tanh(x @ each)
+        return x
+
+    def make(policy):
+        wrapped = jc.checkpoint(deep, policy=policy, params=0, prevent_cse=False)
+
+        def loss(layers, x):
+            x, _ = jax.lax.scan(lambda x, w: (wrapped(w, x), None), x, layers)
+            return jnp.square(x - target).mean()
+
+        return jax.grad(loss), (layers, x)
+
+    def error(policy):
+        g, e = (flat(jax.jit(make(p)[0])(layers, x)) for p in (policy, jc.Policy()))
+        return float(jnp.linalg.norm(g - e) / jnp.linalg.norm(e))
+
+    found = jc.sensitivity(make)
+    only = {"x": jc.Quantized(4), "*": jc.Recompute()}
+    real = error(jc.Policy(only))
+    names = dict.fromkeys(found.effects, jc.Recompute()) | {"x": jc.Quantized(4)}
+    assert real > 4 * found.error(names)
+    # The noise is far from small here: to first order it is no less.
+    assert found.under(names).error(names) == pytest.approx(real, rel=0.25)
+
+    step, args = scan_step(deep, (w, x), 3, 0)(jc.Policy())
+    plan = jc.plan(
+        deep,
+        w,
+        x,
+        layers=3,
+        budget=jc.memory.peak(step, *args).peak_bytes,  # of making all again
+        sensitivity=found,
+        max_error=limit,
+        progress=lambda line: None,
+    )
+    assert any(isinstance(a, jc.Quantized) for a in plan.actions.values())
+    assert error(plan) == pytest.approx(plan.error, rel=near)
+    assert 0 < plan.error <= limit
+
+
+def test_what_a_card_without_a_host_is_offered():
+    """No offloading, also where it was measured; every other codec that was."""
+    base = jc.policies.uniform(jc.Offload())
+    found = jc.sensitivity(make_gradient, policy=base, codecs=CODECS[:2])
+    assert all(jc.Offload() in e.errors for e in found.effects.values())
+    traces = block_of(make_gradient, base, "make_gradient")
+    card = devices()["tpu-v5e"]
+    assert card.host_bandwidth is None
+    for item in problem(traces, base, (), card, found).items:
+        assert not any(option.away for option in item.options)
+        if item.tensor.name in found.effects:
+            offered = {o.action for o in item.options} - {jc.Save()}
+            assert offered == set(found.effects[item.tensor.name].errors) - {
+                jc.Offload()
+            }
+
+
+def test_noise_of_one_name_is_shared():
+    """Each of two tensors has half of what was measured, all of what was not."""
+
+    def named(w, x):
+        for key in ("q", "k"):
+            x = x + checkpoint_name(jnp.sin(x @ w[key]), "y") @ w["o"]
+        return x
+
+    base = jc.Policy({"y": jc.Quantized(4)})
+    make = lambda policy: make_gradient(policy, named)  # noqa: E731
+    traces = block_of(make, base, "make")
+    known = jc.sensitivity(make, policy=base)
+    for found, whole in ((known, known.effects["y"].errors), (None, None)):
+        asked = problem(traces, base, CODECS, devices()["h200"], found)
+        each = [item for item in asked.items if item.tensor.name == "y"]
+        assert len(each) == 2
+        for option in (o for item in each for o in item.options if o.lossy):
+            one = noise(option.action) if whole is None else whole[option.action] / 2
+            assert option.noise == pytest.approx(one)
+
+
+def test_tensors_of_one_name_count_together():
+    def named(w, x):
+        for key in ("q", "k"):
+            x = x + checkpoint_name(jnp.sin(x @ w[key]), "y") @ w["o"]
+        return x
+
+    base = jc.Policy({"y": jc.Quantized(4)})
+    found = jc.sensitivity(lambda p: make_gradient(p, named), policy=base)
+    assert found.effects["y"].count == 2
+    assert found.effects["y"].entries == 2 * X.size
+    assert found.bits({"y": jc.Quantized(8)}) == 8.25
+
+    def wide(w, x):
+        checkpointed = checkpoint_name(jnp.sin(x @ w["gate"]), "y") @ w["down"]
+        return x + checkpointed + checkpoint_name(jnp.sin(x @ w["q"]), "y") @ w["o"]
+
+    with pytest.raises(ValueError, match="tensors of one name must have one shape"):
+        jc.sensitivity(lambda p: make_gradient(p, wide), policy=base)
