@@ -1,4 +1,4 @@
-"""The planner's choice against all choices there are, and against the program."""
+"""The planner's choice against all choices there are."""
 
 import dataclasses
 import itertools
@@ -11,89 +11,13 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
-from jaxcompact.checkpoint import TRACERS
-from jaxcompact.memory import devices
 from jaxcompact.planner.alive import alive
-from jaxcompact.planner.block import Noting
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.milp import frontier, solve
-from jaxcompact.planner.problem import named, problem, without_host
+from jaxcompact.planner.problem import without_host
 from jaxcompact.sources import Residual
-
-BASE, CARD = jc.policies.int4(), devices()["h200"]
-N = 256
-
-
-def of(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-def mlp(w, x):
-    a = jnp.sin(x @ w[0])
-    b = jnp.cos(a @ w[1])
-    return x + (a * b) @ w[2]
-
-
-def deep(w, x):
-    """A chain: to make the last product again, all before it are made again."""
-    for w_nn in w:
-        x = jnp.tanh(x @ w_nn)
-    return x
-
-
-def residual(w, x):
-    """An operation with a backward pass of its own, that keeps two products."""
-
-    @jax.custom_vjp
-    def op(q, k, w):
-        return (q @ w) * (k @ w)
-
-    def forward(q, k, w):
-        return op(q, k, w), (q @ w, jnp.tanh(k) @ w, w)
-
-    def backward(kept, ct):
-        a, b, w = kept
-        return ct * b, ct * a, jnp.zeros_like(w)
-
-    op.defvjp(forward, backward)
-    return op(jnp.sin(x @ w[0]), x @ w[1], w[2])
-
-
-def relu(w, x):
-    """Its derivatives are kept as bits, whatever is chosen."""
-    for w_nn in w[:2]:
-        x = x + jax.nn.relu(x @ w_nn) @ w[2]
-    return x
-
-
-def convolved(w, x):
-    """Convolutions have their operands in memory, which products need not."""
-    for w_nn in w:
-        kernel, x_1tn = w_nn[None], jnp.sin(x)[None]
-        x = jax.lax.conv_general_dilated(
-            x_1tn, kernel, (1,), "SAME", dimension_numbers=("NTC", "TIO", "NTC")
-        )[0]
-    return x
-
-
-FUNCTIONS = {
-    "mlp": mlp,
-    "deep": deep,
-    "residual": residual,
-    "relu": relu,
-    "convolved": convolved,
-}
-ARGS = (of(3, N, N), of(4096, N))
-
-
-CODECS = jc.Quantized(8), jc.Quantized(4)
-
-
-def asked(fun, codecs=CODECS):
-    trace = TRACERS[jc.checkpoint(fun, policy=Noting(BASE, statistics=True), params=0)]
-    traced, _ = trace(ARGS, {})
-    return problem(traced.plan((True, True)), BASE, codecs, CARD)
+from tests.planner.functions import CODECS, FUNCTIONS, asked, mlp, residual
 
 
 def cost(asked, chosen):
@@ -212,27 +136,6 @@ def test_what_is_in_memory_is_counted(name, layers):
             assert best - 1e-12 <= solution.seconds <= best + slowest / 100
 
 
-@pytest.mark.parametrize("name", ["mlp", "deep", "relu"])
-def test_what_runs_again_is_what_the_program_runs(name):
-    """Products in the backward pass, under the plan, are those of the model."""
-    fun, found = FUNCTIONS[name], asked(FUNCTIONS[name])
-    whole = solve(found, smallest=True).nbytes, solve(found).nbytes
-    for share in (0, 0.3, 0.6, 1):
-        limit = whole[0] + share * (whole[1] - whole[0])
-        solution = solve(found, nbytes=limit)
-        actions = found.actions | named(found.items, solution.chosen)
-        policy = jc.Policy(actions, default=BASE)
-        wrapped = jc.checkpoint(fun, policy=policy, params=0)
-        grad = jax.grad(lambda w, x, f=wrapped: f(w, x).sum().astype("float32"), (0, 1))
-        products = str(jax.make_jaxpr(grad)(*ARGS)).count("dot_general[")
-        again = solution.seconds - sum(o.seconds for o in solution.chosen if o)
-        one = max(found.runs.values())  # all products here are equal
-        exact = jax.grad(lambda w, x: fun(w, x).sum().astype("float32"), (0, 1))
-        assert products - str(jax.make_jaxpr(exact)(*ARGS)).count("dot_general[") == (
-            round(again / one)
-        )
-
-
 def test_noise_has_a_limit_of_its_own():
     found = asked(mlp)
     exact = solve(found, noise=0.0)
@@ -282,103 +185,6 @@ def test_tensors_of_one_name_are_stored_alike():
         pairs = zip(names, solution.chosen, strict=True)
         first, second = (option for name, option in pairs if name == "y")
         assert (first and first.action) == (second and second.action)
-
-
-def test_what_the_backward_pass_reads():
-    """By hand: w, x, both products within functions, what these make, and a * b."""
-    found = asked(mlp)
-    kinds = {value: op.name for value, op in found.makers.items()}
-    named = {item.source: item.tensor.name for item in found.items}
-    assert {kinds.get(v, named.get(v, "w")) for v in found.needed} == {
-        *("w", "x", "dot_general.0", "sin.0", "dot_general.1", "cos.0", "mul.0")
-    }
-
-
-def normed(w, x):
-    """A softmax and a norm: their sums are small beside what they are of."""
-    y = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-    p = jax.nn.softmax(jnp.sin(y @ w[0]).astype(jnp.float32), axis=-1)
-    return x + p.astype(x.dtype) @ w[1]
-
-
-def reductions(policy):
-    """In the whole gradient's program."""
-    wrapped = jc.checkpoint(normed, policy=policy, params=0)
-    grad = jax.grad(lambda w, x: wrapped(w, x).sum().astype("float32"), (0, 1))
-    text = str(jax.make_jaxpr(grad)(*ARGS))
-    return text.count("reduce_max[") + text.count("reduce_sum[")
-
-
-def test_sums_are_kept_where_they_are_exact():
-    found = asked(normed)
-    kept = solve(found, noise=0.0)
-    assert kept.seconds == 0
-    actions = found.actions | named(found.items, kept.chosen)
-    statistics = {n: a for n, a in actions.items() if n.startswith("reduce_")}
-    # The softmax's; the norm itself is kept, no sum that it is made of.
-    assert [*statistics.values()] == [jc.Recompute(), jc.Save(), jc.Save()]
-    plan = jc.Plan("normed", actions, "h200", 1, 0.0, 0, 0.0, 0)
-    other = jc.Policy({n: a for n, a in actions.items() if n not in statistics})
-    assert reductions(other) - reductions(plan) == 2
-    keys = jax.random.split(jax.random.key(0), 2)
-    w, x = jax.random.normal(keys[0], (3, 16, 16)), jax.random.normal(keys[1], (8, 16))
-    grads = [
-        jax.grad(lambda w, f=f: f(w, x).sum())(w)
-        for f in (normed, jc.checkpoint(normed, policy=plan, params=0))
-    ]
-    assert jnp.allclose(*grads, rtol=1e-5, atol=1e-6)
-
-    # With a rounded product or x the softmax is normalized anew; the norm never is.
-    for name in ("dot_general.0", "x"):
-        items = [
-            dataclasses.replace(
-                item,
-                options=item.options[1:] if item.tensor.name == name else item.options,
-                again=item.again and item.tensor.name != name,
-            )
-            for item in without_host(found).items
-        ]
-        solution = solve(dataclasses.replace(found, items=tuple(items)))
-        chosen = named(items, solution.chosen)
-        sums = [a for n, a in chosen.items() if n.startswith("reduce_")]
-        assert isinstance(chosen[name], jc.Quantized)
-        assert sums == [jc.Recompute()] * 3 and chosen["add.0"] == jc.Save()
-
-
-def test_attention_keeps_its_bits():
-    """q and k are offered no codec but the one that attention's gradients bear."""
-
-    def attention(w, x):
-        q, k, v = x @ w[0], x @ w[1], x @ w[2]
-        return jax.nn.softmax(q @ k.T / 16) @ v
-
-    found = asked(attention)
-    codecs = {
-        item.tensor.name: [
-            o.action for o in item.options if isinstance(o.action, jc.Quantized)
-        ]
-        for item in found.items
-    }
-    for name in ("dot_general.0", "dot_general.1"):
-        (codec,) = codecs[name]
-        assert codec.bits == 8 and not codec.symmetric
-    assert len(codecs["dot_general.2"]) == 2
-
-
-def test_what_was_decided_is_not_decided_again():
-    """Whole numbers and indices made of data are stored as without a plan."""
-
-    def decided(w, x):
-        y = x @ w[0]
-        best = w[2][jnp.argmax(y, axis=-1)]
-        return (y * jax.lax.stop_gradient(jnp.round(y))) @ w[1] + best
-
-    found = asked(decided)
-    assert {item.tensor.name for item in found.items} == {
-        *("x", "dot_general.0", "dot_general.1")
-    }
-    assert found.actions["round.0"] == jc.Save()
-    assert found.actions["argmax.0"] == jc.Narrow(N)
 
 
 def test_a_longer_chain_has_that_many_more_variables(monkeypatch):
