@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxcompact.codecs import (
     BitMask,
@@ -21,6 +22,8 @@ from jaxcompact.codecs import (
 )
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
+SHAPE = (2, 3, 130)  # six rows: two groups of 64 and a tail of 2
+SMALL = (5, 3)  # shorter than a group
 
 
 def groups_of(x: np.ndarray, size: int, axis: int) -> list[np.ndarray]:
@@ -191,3 +194,22 @@ CASES = [
     Case(Narrow(100), (780, 15), exact, "int"),
     Case(Chain(Narrow(1000), Offload()), (0, 0), exact, "int", **SLOW),
 ]
+
+
+def over(cases):
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(c, id=repr(c.codec), marks=[pytest.mark.slow] * c.slow)
+            for c in cases
+        ],
+    )
+
+
+every = over(CASES)
+floats = over([c for c in CASES if c.kind == "float"])
+# Offload and Hadamard alone keep all values; the others have steps.
+LOSSY = [
+    c for c in CASES if c.kind == "float" and c.bound not in (exact, rotated_bound)
+]
+lossy = over(LOSSY)

@@ -1,7 +1,7 @@
 """Laws of the public functions, for arguments drawn at random.
 
-Codecs have theirs in `test_codecs`, `jc.checkpoint` in `checkpoint` and
-`memory.largest_batch` in `test_search`; what is no argument is in `test_arguments`.
+Codecs have theirs in `test_codecs` and `test_rounding`, `jc.checkpoint` in `checkpoint`
+and `memory.largest_batch` in `test_search`; what is no argument is in `test_arguments`.
 Where data are small integers all sums are exact in every dtype, and equality is
 equality.
 """
