@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcompact.policies import uniform
-from tests.test_replay import (
+from tests.residuals import (
     LAYERS,
     Q4,
     Q8,

@@ -6,28 +6,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from jax._src.ad_checkpoint import saved_residuals
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
 import jaxcompact as jc
-from jaxcompact.checkpoint import TRACERS
-
-Q2, Q4, Q8 = (jc.Quantized(bits) for bits in (2, 4, 8))
-uniform, compress = jc.policies.uniform, jc.policies.compress
-
-
-def normal(seed, *shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
-
-
-def mlp(w, x):
-    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
-
-
-MLP = {"up": normal(1, 64, 128, scale=0.1), "down": normal(2, 128, 64, scale=0.1)}
-X = normal(3, 8, 64)
+from tests.residuals import (
+    LAYERS,
+    MLP,
+    Q4,
+    Q8,
+    X,
+    checkpointed,
+    compress,
+    crossing,
+    layers,
+    mlp,
+    nbytes,
+    normal,
+    references,
+    slots,
+    uniform,
+    weighted,
+)
 
 
 @jax.custom_vjp
@@ -63,56 +63,6 @@ def attention(op, w, x):
 
 ATTENTION = {"qkv": normal(4, 64, 192, scale=0.1), "o": normal(5, 64, 64, scale=0.2)}
 TOKENS = normal(6, 2, 16, 64)
-LAYERS = normal(7, 3, 64, 64, scale=0.15)
-
-
-def layers(w, x):
-    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
-
-
-def weighted(fun):
-    """A loss whose gradient with respect to the output is no function of it."""
-
-    def loss(*args):
-        y = fun(*args)
-        return (y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)).sum()
-
-    return loss
-
-
-def checkpointed(fun, policy, params=0):
-    return jc.checkpoint(fun, policy=policy, params=params)
-
-
-def crossing(fun, *args):
-    """What the backward pass holds, apart from arguments by reference."""
-    saved = saved_residuals(fun, *args)
-    return [aval for aval, where in saved if not where.startswith("from the argument")]
-
-
-def references(fun, *args):
-    """Shapes of the arguments that it holds as they are."""
-    saved = saved_residuals(fun, *args)
-    return sorted(
-        a.shape for a, where in saved if where.startswith("from the argument")
-    )
-
-
-def replay(fun, policy, *args, params=0, wrt=None):
-    traced, inputs = TRACERS[checkpointed(fun, policy, params)](args, {})
-    mask = tuple(wrt is None or i in wrt for i in range(len(inputs)))
-    return traced.plan(mask).replay
-
-
-def slots(*args, **kwargs):
-    """Name -> action of what is stored."""
-    stored = replay(*args, **kwargs).slots
-    assert len({slot.tensor.name for slot in stored}) == len(stored)
-    return {slot.tensor.name: slot.action for slot in stored}
-
-
-def nbytes(avals):
-    return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
 
 def count(kind, fun, *args):
@@ -128,19 +78,6 @@ def count(kind, fun, *args):
 
     return inside(jax.make_jaxpr(fun)(*args))
 
-
-def coded(codec, x):
-    return codec.decode(codec.encode(x))
-
-
-def relative(a, b):
-    """Error of a pytree of gradients, of their norm."""
-    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
-# Sums of float32 in another order: sqrt(128) terms of 2^-24 are 7e-7 of the norm.
-ULPS = 2e-6
 
 # --- what crosses ---
 
@@ -309,101 +246,3 @@ def test_however_often_it_is_read(readers):
     ]
     assert codes
     assert len(set(codes)) == len(codes)
-
-
-# --- parameters ---
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda w: w,
-        lambda w: w.T,
-        lambda w: w[:, ::-1],
-        lambda w: jnp.concatenate([w[:32], 2.0 * w[32:]]),
-        lambda w: w.astype(jnp.bfloat16).astype(jnp.float32),
-        lambda w: w / jnp.linalg.norm(w, axis=0, keepdims=True),
-        lambda w: checkpoint_name(w @ w, "product"),
-        lambda w: jax.lax.scan(lambda a, _: (a @ w, None), w, None, length=2)[0],
-    ],
-)
-def test_no_parameter_is_stored_whatever_is_made_of_it(use):
-    def fun(w, x):
-        return jnp.tanh(x @ use(w)) @ use(w)
-
-    held = crossing(checkpointed(fun, compress(Q4)), LAYERS[0], X)
-    assert nbytes(held) == 2 * Q4.nbytes(X.shape)
-
-
-def test_parameters_by_type():
-    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(model)
-
-    def fun(x, state):
-        return jnp.tanh(nnx.merge(graph, state)(x))
-
-    assert set(slots(fun, uniform(Q4), X, state, params=nnx.Param)) == {
-        "x",
-        "dot_general.0",
-    }
-    # Not said to be parameters, they are inputs like any other.
-    assert "state/kernel" in slots(fun, uniform(Q4), X, state, params=())
-
-
-def test_without_params_no_input_is_encoded():
-    assert set(slots(mlp, uniform(Q4), MLP, X, params=None)) == {"dot_general.0"}
-    small = checkpointed(mlp, uniform(Q4), params=None)
-    assert references(small, MLP, X) == [X.shape, (64, 128), (128, 64)]
-
-
-def test_sketched_kernels_are_kept():
-    """A compressed linear layer in a checkpointed block: two savings in one."""
-    subspace = jc.Subspace({"up": jc.Projection(rank=16)}, key=jax.random.key(1))
-
-    def block(w, x):
-        return jax.nn.gelu(jc.linear(x, w["up"])) @ w["down"]
-
-    def loss(block, w):
-        return weighted(block)(w, X)
-
-    exact, lossy = (
-        jc.value_and_grad(partial(loss, f), subspace)(MLP, step=0)[1]
-        for f in (block, checkpointed(block, compress(Q8)))
-    )
-    assert lossy["up"].shape == (16, 128)
-    # gelu' of 8 bits: a step of 2^-7 of a group's largest, a third of it rms: < 1 %.
-    assert 0.0 < relative(lossy, exact) < 0.01
-    same = jc.value_and_grad(
-        partial(loss, checkpointed(block, jc.Policy(default=jc.Save()))), subspace
-    )(MLP, step=0)[1]
-    assert relative(same, exact) < ULPS
-
-
-# --- frozen inputs ---
-
-
-def test_what_only_frozen_weights_would_need_is_not_stored():
-    """LoRA: the frozen weight's gradient is what would read x."""
-
-    def fun(frozen, a, b, x):
-        return jnp.tanh(x @ frozen + (x @ a) @ b)
-
-    args = LAYERS[0], normal(8, 64, 4), normal(9, 4, 64), X
-
-    def kept(wrt):
-        found = replay(fun, uniform(Q8), *args, params=(0, 1, 2), wrt=wrt)
-        return {slot.tensor.name for slot in found.slots}, set(found.kept)
-
-    # tanh' is made of the sum of two products; x @ a is for b's gradient alone, x for
-    # those of the weights that it meets.
-    assert kept((0, 1, 2, 3)) == ({"add.0", "dot_general.1", "x"}, {0, 1, 2})
-    assert kept((2,)) == ({"add.0", "dot_general.1"}, set())
-    assert kept((1,)) == (
-        {"add.0"},
-        {2, 3},
-    )  # x is nobody's residual: it is kept as it is
-    assert kept((3,)) == ({"add.0"}, {0, 1, 2})
-
-
-def test_no_gradient_no_storage():
-    assert slots(mlp, jc.Policy(default=jc.Save()), MLP, X, wrt=()) == {}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
-from tests.test_replay import crossing, nbytes
+from tests.residuals import crossing, nbytes
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 

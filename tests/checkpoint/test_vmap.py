@@ -13,7 +13,7 @@ from flax import nnx
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
 from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS, relative
-from tests.test_replay import crossing
+from tests.residuals import crossing
 
 W, X, Y = (
     jax.random.normal(jax.random.key(i), shape) / scale
