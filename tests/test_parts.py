@@ -6,7 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
-from tests.test_tensors import W, X, candidates
+from tests.candidates import W, X, candidates
 
 
 @jax.custom_vjp

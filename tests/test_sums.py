@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from tests.candidates import W, X, candidates
 from tests.test_parts import summed
-from tests.test_tensors import W, X, candidates
 
 
 def adapted(w, x, frozen=0.3):

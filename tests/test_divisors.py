@@ -1,0 +1,163 @@
+"""What is divided by, or steep in another way, and what is normalized."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcompact as jc
+from tests.candidates import S, W, X, candidates
+
+
+@jax.custom_vjp
+def by_hand(y):
+    return jnp.log(y)
+
+
+by_hand.defvjp(lambda y: (jnp.log(y), 2 * y), lambda y, c: (2 * c / y,))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, y: x / y,
+        lambda x, y: x / (y[:, :1] + 1e-6),
+        lambda x, y: x / jnp.maximum(y.T.reshape(x.shape), 1e-6),
+        lambda x, y: x * jnp.log(2.0 * y),
+        lambda x, y: x * jax.lax.rsqrt(y.astype(jnp.bfloat16)).astype(jnp.float32),
+        lambda x, y: x * y**-2,
+        lambda x, y: x / y[jnp.arange(8) % 3],
+        lambda x, y: jnp.hypot(x, y),
+        lambda x, y: x * jax.scipy.special.logit(y),
+        # distances: of pairs of points, and of points in three dimensions
+        lambda x, y: (
+            x[:, :8] * jnp.sqrt((x * x).sum(-1)[:, None] + 4.0 - 2.0 * y[:, :8])
+        ),
+        lambda x, y: x[:, :1] * jnp.linalg.norm(y[:, :3], axis=-1, keepdims=True),
+        # sums that may be small as a whole, products
+        lambda x, y: x / y.sum(-1, keepdims=True),
+        lambda x, y: x * jnp.log(jnp.prod(y, -1, keepdims=True)),
+        # steep elsewhere than at zero
+        lambda x, y: x * jnp.log2(y),
+        lambda x, y: x * jnp.log1p(-0.9 * y),
+        lambda x, y: x * jnp.arccosh(1 + y),
+        lambda x, y: x * jnp.log(1.0 + y),
+        # what is zero where y is: by itself, and beside one
+        lambda x, y: x / jnp.tanh(y),
+        lambda x, y: x * jnp.log(1 - jnp.exp(-jnp.abs(y))),
+        lambda x, y: x * jnp.log(jnp.sort(y)),
+        lambda x, y: x[:, :1] * jnp.linalg.norm(y - y[::-1], axis=-1, keepdims=True),
+        lambda x, y: jnp.fmod(x, y),
+        # inside of loops, branches, other transforms; and what goes through them
+        lambda x, y: x * jax.lax.map(jnp.log, y),
+        lambda x, y: jax.lax.scan(lambda c, v: (c + v[0] / v[1], 0), x[0], (x, y))[0],
+        lambda x, y: jax.lax.scan(lambda c, x: (x / c, 0), y[0], x)[0],
+        lambda x, y: jax.lax.scan(lambda c, y: (y, 1 / c), x[0], y)[1],
+        lambda x, y: jax.lax.cond(x[0, 0] < 0, jnp.divide, jnp.multiply, x, y),
+        lambda x, y: x * jax.checkpoint(jnp.log)(y),
+        lambda x, y: x / jax.checkpoint(lambda y: 2 * y)(y),
+        lambda x, y: x * jc.checkpoint(jnp.log)(y),
+        lambda x, y: x * by_hand(y),
+    ],
+)
+def test_what_is_divided_by(use):
+    found = candidates(lambda w, x: use(jnp.cos(x), x @ w), W, X)
+    kept = [n for n, t in found.items() if t.divisor and not t.cheap]
+    assert kept == ["dot_general.0"]
+
+
+def test_what_an_op_keeps_that_divides_is_no_substitute_either():
+    @jax.custom_vjp
+    def product(y):
+        return jnp.log(y) @ y.T
+
+    @jax.custom_vjp
+    def tempered(t, y):
+        return (y / t) @ y.T
+
+    product.defvjp(lambda y: (product(y), 2 * y), lambda y, c: (c @ y / (y * y),))
+    tempered.defvjp(
+        lambda t, y: (tempered(t, y), (t, 2 * y)),
+        lambda kept, c: (kept[0], c @ kept[1] / kept[0]),
+    )
+
+    def action(fun, residual):
+        said = jc.explain(fun, W, X, policy=jc.policies.int4(), params=0)
+        actions = {row.name: row.action for row in said.rows}
+        return actions[f"custom_vjp_call.0.residual{residual}"]
+
+    assert action(lambda w, x: product(x @ w), 0) == "Save()"
+    # A parameter is no tensor that is rounded.
+    assert action(lambda w, x: tempered(w[0, 0], x @ w), 1) == "Quantized(bits=4)"
+
+
+def test_matrices_of_solves_and_factorizations_are_divisors():
+    def solve(w, x):
+        y = x @ w
+        return jax.scipy.linalg.solve_triangular(y[:, :8], y[:, 8:])
+
+    found = candidates(solve, W, X)
+    assert [n for n, t in found.items() if t.divisor] == [
+        "dot_general.0",
+        "triangular_solve.0",
+    ]
+    found = candidates(lambda w, x: jnp.linalg.qr(x @ w), W, X)
+    assert [n for n, t in found.items() if t.divisor] == ["qr.0.0", "qr.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("use", "shape"),
+    [
+        (lambda y: y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1e-6), (8, 1)),
+        (lambda y: (y - y.mean()) / y.std(), ()),
+        (lambda y: y / jnp.linalg.norm(y), ()),
+        (
+            lambda y: (
+                y * jax.lax.rsqrt((y**2).mean(-1) - y.mean(-1) ** 2 + 1e-6)[:, None]
+            ),
+            (8,),
+        ),
+        (lambda y: y / jnp.abs(y).max(-1, keepdims=True), (8,)),
+        (lambda y: jnp.arccosh(1 + (y * y).sum(-1)), (8,)),
+    ],
+)
+def test_norms_are_kept_and_not_what_is_normalized(use, shape):
+    found = candidates(lambda w, x: use(x @ w), W, X)
+    (norm,) = (t for t in found.values() if t.divisor)
+    assert norm.shape == shape and not norm.cheap
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda y: jax.lax.map(lambda row: row / row.std(), y),
+        lambda y: jax.nn.softplus(y) + jax.nn.logsumexp(y) + jax.nn.log_softmax(y),
+        jax.checkpoint(jax.nn.softmax),
+        lambda y: jax.nn.softmax(y),
+        lambda y: jnp.exp(y) / jnp.exp(y).sum(-1, keepdims=True),
+        lambda y: y / 3.0,
+        lambda y: 1.0 / (1.0 + y * y),
+    ],
+)
+def test_what_is_normalized_is_no_divisor(use):
+    found = candidates(lambda w, x: use(x @ w), W, X)
+    assert not [n for n, t in found.items() if t.divisor]
+
+
+def test_a_softmax_over_segments_is_made_again_as_a_whole():
+    """Its terms rounded and its sum not, it would not be normalized."""
+
+    def fun(w, x, segments):
+        logits = x @ w
+        largest = jax.ops.segment_max(logits, segments, 4)
+        terms = jnp.exp(logits - largest[segments])
+        return terms / jax.ops.segment_sum(terms, segments, 4)[segments]
+
+    found = candidates(fun, W, X, S((8,), jnp.int32))
+    assert {
+        n for n, t in found.items() if t.kind in ("op", "input") and t.floating
+    } == {
+        "x",
+        "dot_general.0",
+        "scatter-add.0",
+    }
+    assert found["scatter-add.0"].cheap

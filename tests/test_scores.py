@@ -1,0 +1,79 @@
+"""Which tensors attention makes its scores of, fused or not."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from tests.candidates import S, W, X, candidates
+
+
+def attention(w, x):
+    q, k, v = (y.reshape(2, 4, 2, 8) for y in jnp.split(x @ w["qkv"], 3, axis=-1))
+    q, k, v = (checkpoint_name(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+def test_the_operands_of_softmax_scores():
+    w = {"qkv": S((16, 48), jnp.float32)}
+    found = candidates(attention, w, S((2, 4, 16), jnp.float32))
+    # [batch, tokens, heads, channels]: groups run along the tokens.
+    scores = {n: t.scores for n, t in found.items() if t.scores is not None}
+    assert (scores["q"], scores["k"]) == (1, 1)
+    assert "v" not in scores
+    terms = {n: t.terms for n, t in found.items() if t.terms is not None}
+    assert sorted(terms.values()) == [4, 8]  # tokens; channels
+
+
+def test_logits_of_a_loss_are_no_scores():
+    def fun(w, x):
+        return jax.nn.log_softmax(x @ w)
+
+    assert all(t.scores is None for t in candidates(fun, W, X).values())
+
+
+@jax.custom_vjp
+def fused(q, k, v):
+    return fused_forward(q, k, v)[0]
+
+
+def fused_forward(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jnp.exp(scores - lse), v)
+    return out, (q, k, v, out, lse)
+
+
+fused.defvjp(fused_forward, lambda res, ct: res[:3])
+
+
+def shared(op):
+    """Of each device's heads, as a kernel is called on several devices."""
+    place = jax.P(None, None, "tensor")
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("tensor",), kinds, devices=jax.devices()[:2])
+    return jax.shard_map(op, mesh=mesh, in_specs=(place,) * 3, out_specs=place)
+
+
+@pytest.mark.parametrize(
+    "op", [fused, shared(fused), shared(jax.nn.dot_product_attention)]
+)
+def test_fused_attention_is_told_from_one_that_makes_its_softmax_again(op):
+    """Which is what a `jax.shard_map` does not."""
+
+    def fun(op):
+        def call(w, x):
+            q, k, v = (y.reshape(2, 4, 2, 8) for y in (x @ w, x @ w.T, x @ w @ w))
+            return op(q, k, v)
+
+        return call
+
+    x = S((2, 4, 16), jnp.float32)
+    found = candidates(fun(op), W, x)
+    assert [t.fused for t in found.values()].count("result") == 1
+    operands = [n for n, t in found.items() if t.fused == "operand"]
+    assert operands == ["dot_general.0", "dot_general.1", "dot_general.3"]
+    scores = [n for n, t in found.items() if t.scores is not None]
+    assert scores == ["dot_general.0", "dot_general.1"]
+    found = candidates(fun(jax.nn.dot_product_attention), W, x)
+    assert all(t.fused is None for t in found.values())
