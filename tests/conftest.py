@@ -84,6 +84,12 @@ def optax_promotion():
 
 
 @pytest.fixture
+def standard_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
 def jaxcompact_command(tmp_path):
     """``(module's text, *arguments)``: runs python -m jaxcompact beside that module."""
 

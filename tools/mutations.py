@@ -83,14 +83,14 @@ MUTATIONS = [
         "jaxcompact/tensors.py",
         "        enlarged = self._add_norms()\n",
         "        enlarged = set()\n",
-        "tests/test_steep.py::test_a_norm_of_what_is_rounded_away_stays",
+        "tests/test_normalization.py::test_a_norm_of_what_is_rounded_away_stays",
     ),
     Mutation(
         "a plan makes a norm again of what it rounds",
         "jaxcompact/planner/milp.py",
         "if source in problem.own:",
         "if False:",
-        "tests/test_steep.py::test_a_plan_makes_no_norm_again_of_what_is_rounded",
+        "tests/test_normalization.py::test_a_plan_makes_no_norm_again_of_what_is_rounded",
     ),
     Mutation(
         "what a cosine is taken of is rounded",
