@@ -1,4 +1,4 @@
-"""CSV, and splits in one JSON file, as CLINC150's; test_tasks.py has the others."""
+"""CSV, and splits in one JSON file, as CLINC150's; test_own_tasks.py has the others."""
 
 import csv
 import json
