@@ -3,7 +3,8 @@
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -209,6 +210,12 @@ class _Call:
             names.append(f"{name}/{inside}" if inside else name)
         return names
 
+    def _arguments(self) -> Iterator[tuple[int | str, Any]]:
+        """As they are flattened."""
+        for given in self.dynamic:
+            for argument in sorted(given):
+                yield argument, given[argument]
+
     def parameters(self, params: tuple[int | type, ...]) -> list[bool]:
         """Which leaves belong to parameters."""
         types = (SketchedKernel, *(p for p in params if isinstance(p, type)))
@@ -232,10 +239,18 @@ class _Call:
         def is_type(node):
             return isinstance(node, types)
 
-        mask = []
-        for path, node in jax.tree.leaves_with_path(self.dynamic, is_leaf=is_type):
-            said = is_type(node) or path[1].key in numbers
-            mask += [said] * len(jax.tree.leaves(node))
+        mask, found = [], set()
+        for argument, value in self._arguments():
+            for node in jax.tree.leaves(value, is_leaf=is_type):
+                found.update(kind for kind in types if isinstance(node, kind))
+                said = is_type(node) or argument in numbers
+                mask += [said] * len(jax.tree.leaves(node))
+        for kind in types[1:]:
+            if kind not in found and not numbers:
+                raise ValueError(
+                    f"params must be in the arguments, got {kind.__name__}, which no "
+                    f"node of theirs is: () says that none is a parameter"
+                )
         return mask
 
 
@@ -265,7 +280,16 @@ def _trace(
         return outs
 
     label = _label(call.fun)
-    closed = jax.make_jaxpr(flat)(*leaves)
+    try:
+        closed = jax.make_jaxpr(flat)(*leaves)
+    except jax.errors.JAXTypeError as error:  # which names arguments of `flat`
+        names = call.input_names()
+        for i in sorted(set(map(int, re.findall(r"leaves\[(\d+)\]", str(error))))):
+            error.add_note(
+                f"checkpoint of {label!r}: leaves[{i}] is {names[i]}; what decides "
+                f"what is done goes into static_argnums or static_argnames"
+            )
+        raise
     graph = graph_of(closed)
     if any(hasattr(aval, "inner_aval") for aval in graph.avals):
         raise NotImplementedError(

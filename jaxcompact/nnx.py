@@ -77,6 +77,9 @@ def value_and_grad(
     (batch statistics, RNG counts) and of modules and `Rngs` among the other arguments,
     is updated in place as Flax does. See `jaxcompact.value_and_grad`.
 
+    Raises ValueError if ``fun`` writes parameters, adds some, or changes attributes of
+    a model that are no variables.
+
     >>> import jax, optax, jaxcompact as jc
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -109,7 +112,9 @@ def value_and_grad(
             params = nnx.State({0: params})
             node = nnx.merge(graphdef, params, rest, copy=True)
             model, args, kwargs = node
+            before = _parts(node, of_model)
             value = fun(model, *args, **kwargs)
+            _require_kept(before, _parts(node, of_model))
             value, aux = value if has_aux else (value, None)
             return value, (aux, nnx.state(node, others))
 
@@ -120,6 +125,28 @@ def value_and_grad(
         return ((value, aux) if has_aux else value), grads
 
     return wrapped
+
+
+def _parts(node: Any, of_model: Callable) -> tuple[Any, list[Any], Any, Any]:
+    """A graph, its parameters, and how they and the rest are called."""
+    graphdef, params, rest = nnx.split(node, of_model, ...)
+    return graphdef, *jax.tree.flatten(params), jax.tree.structure(rest)
+
+
+def _require_kept(before: tuple, after: tuple) -> None:
+    """Raises ValueError where what a function changes would be lost."""
+    graphs, params, names, rests = zip(before, after, strict=True)
+    same = names[0] == names[1]
+    if not same or any(a is not b for a, b in zip(*params, strict=True)):
+        raise ValueError(
+            "fun may change all state of a model but its parameters, which are what is "
+            "differentiated by: it has written, added or removed an nnx.Param"
+        )
+    if rests[0] == rests[1] and graphs[0] != graphs[1]:
+        raise ValueError(
+            "fun may change the values of a model's variables, not attributes that are "
+            "no variables"
+        )
 
 
 def checkpoint(
@@ -154,10 +181,11 @@ def checkpoint(
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {fun!r}")
     owner = getattr(fun, "__self__", fun)
-    if isinstance(owner, nnx.Module):
+    kind = owner if isinstance(owner, type) else type(owner)
+    if issubclass(kind, nnx.Module):
         raise ValueError(
             f"fun must be a function that takes the module, as checkpoint(lambda m, x: "
-            f"m(x))(module, x), got {type(owner).__name__} itself or a method of it"
+            f"m(x))(module, x), got {kind.__name__} itself or a method of it"
         )
     numbers = static_numbers(static_argnums)
 

@@ -69,10 +69,10 @@ def in_subspace(
             they hardly depend on P. First moments are the state's fields ``mu``,
             ``trace`` and ``ema``; one that a variance is taken around
             (``rmsprop(centered=True)``) is reset where others are transferred. All else
-            is kept as well: first moments of other names (Adan's, AdEMAMix'), and the
-            positions and sums of ``schedule_free``, ``prodigy``, ``apply_every`` or
-            ``lbfgs``, which mean nothing under a new P. For those take a period that is
-            longer than the run.
+            is kept as well: first moments of other names (Adan's, AdEMAMix'), and past
+            positions, distances from them and sums of updates, as ``schedule_free``,
+            ``prodigy``, ``mechanize``, ``apply_every`` or ``lbfgs`` have, which mean
+            nothing under a new P. For those take a period that is longer than the run.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without

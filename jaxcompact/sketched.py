@@ -143,7 +143,8 @@ def sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     # z must not leave its trace.
     reader = (kernel.family, kernel.stack, layer, jnp.dtype(dtype), trace)
     entries = (e for e in sharing.found if e.x is x and e.reader == reader)
-    entry = next(entries, None)
+    # What NumPy has may have been changed in place.
+    entry = next(entries, None) if isinstance(x, jax.Array) else None
     if entry is None:
         entry = _Shared(x, reader, make(), kernel.key, {})
         sharing.found.append(entry)

@@ -217,7 +217,7 @@ def test_checkpoint_with_a_static_argument_at_its_default_or_by_its_name():
 
 def test_checkpoint_refuses_what_its_module_is_bound_to():
     drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    for bound in (drop, drop.__call__):
+    for bound in (drop, drop.__call__, nnx.Dropout):
         with pytest.raises(ValueError, match="takes the module.* got Dropout itself"):
             cnnx.checkpoint(bound)
 
@@ -235,7 +235,7 @@ def test_checkpoint_refuses_to_return_what_it_was_given():
 
 class Counted(nnx.Module):
     def __init__(self):
-        self.linear, self.calls = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0
+        self.linear, self.calls = cnnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0
 
     def count(self, x):
         self.calls += 1
@@ -244,6 +244,35 @@ class Counted(nnx.Module):
     def remember(self, x):
         self.last = nnx.Cache(x)
         return self.linear(x)
+
+    def write(self, x):
+        self.linear.bias[...] += 1
+        return self.linear(x)
+
+    def add(self, x):
+        self.scale = nnx.Param(jnp.ones(16))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("count", "not attributes that are no variables"),
+        ("write", "it has written, added or removed an nnx.Param"),
+        ("add", "it has written, added or removed an nnx.Param"),
+        ("remember", None),
+    ],
+)
+def test_what_a_gradient_would_lose_is_refused(method, message):
+    model = Counted()
+    sketched = jc.Subspace({"linear/kernel": jc.Projection(4)}, jax.random.key(0))
+    grad = cnnx.value_and_grad(lambda m, x: getattr(m, method)(x).sum(), sketched)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            grad(model, X, step=0)
+    else:
+        grad(model, X, step=0)
+        np.testing.assert_array_equal(model.last[...], X)
 
 
 @pytest.mark.parametrize("method", ["count", "remember"])

@@ -4,7 +4,7 @@ The integer program knows the latter nearly; of a solution `alive` says it, by w
 program's limit is corrected. All sizes of what is stored are tried besides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxcompact.planner.alive import alive
 from jaxcompact.planner.milp import Solution, frontier, solve
@@ -28,10 +28,12 @@ class Candidates:
         """In all layers, at the peak of a backward pass."""
         return alive(self.asked, solution.chosen, self.layers)
 
-    def fastest(self, limit: float) -> Solution | None:
-        """That takes no more than that, if there is one."""
+    def fastest(
+        self, limit: float, wanted: Callable[[Solution], bool] = lambda solution: True
+    ) -> Solution | None:
+        """That is wanted and takes no more than that, if there is one."""
         self.known += [*self._near(limit), *self._corrected(limit)]
-        fitting = (s for s in self.known if self.nbytes(s) <= limit)
+        fitting = (s for s in self.known if self.nbytes(s) <= limit and wanted(s))
         return min(fitting, key=lambda s: s.seconds, default=None)
 
     def _near(self, limit: float) -> Iterator[Solution]:

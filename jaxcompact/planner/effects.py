@@ -105,12 +105,27 @@ class Sensitivity:
         """Measured again under actions by name, such as a plan's.
 
         What a policy encodes is measured with everything beside it stored. What a plan
-        makes again is made of what it encodes: that moves the gradient further.
+        makes again is made of what it encodes: that moves the gradient further. The sum
+        is no less than what all of it does together, which is found by a gradient.
 
         Raises ValueError for what are none.
         """
         _require_actions(actions)
         return self.measure(actions) if self.measure else self
+
+    def in_all(self, moved: Any) -> "Sensitivity":
+        """Effects of one codec each, whose sum is at least that."""
+        total = sum(
+            e for effect in self.effects.values() for e in effect.errors.values()
+        )
+        ratio = max(1.0, float(moved) / total) if total else 1.0
+        effects = {
+            name: replace(
+                effect, errors={c: e * ratio for c, e in effect.errors.items()}
+            )
+            for name, effect in self.effects.items()
+        }
+        return replace(self, effects=effects)
 
     def no_less_than(
         self, other: "Sensitivity", codecs: Sequence[Codec]

@@ -10,10 +10,12 @@ import jax
 import numpy as np
 from jax import checkpoint_policies as saves
 
+from jaxcompact import policies
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device, here
 from jaxcompact.planner.effects import Sensitivity
+from jaxcompact.planner.layers import layers_of
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
@@ -136,7 +138,7 @@ def mark(axes: Any, policies: Mapping[str, tuple[float, float]]) -> None:
 def front(
     make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
     *,
-    layers: int = 1,
+    layers: int | None = None,
     device: str | None = None,
     max_error: float = 0.2,
     sensitivity: Sensitivity | None = None,
@@ -154,6 +156,8 @@ def front(
     """
     device = here() if device is None else device
     card = find_device(device)
+    if layers is None:
+        layers = max(1, layers_of(make_step, policies.int4()))
     traces, lossy = problem_of(make_step, card, max_error, sensitivity, codecs)
     _, exact = problem_of(make_step, card, 0.0, sensitivity, codecs)
     others = [

@@ -35,7 +35,7 @@ class Probing:
     base: ChoosesActions
     asked: Mapping[str, tuple[Tensor, tuple[Codec, ...]]]
     starts: Mapping[str, int]
-    probes: tuple[jax.Array]
+    probes: tuple[jax.Array]  # of shape (2, all codecs of all tensors)
 
     @property
     def statistics(self) -> bool:
@@ -52,22 +52,26 @@ class Probing:
             return x
         _, codecs = self.asked[tensor.name]
         start = self.starts[tensor.name]
-        return _probed(codecs, x, varying_as(x, probe[start : start + len(codecs)]))
+        own = probe[:, start : start + len(codecs)]
+        return _probed(codecs, x, varying_as(x, own))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _probed(codecs: tuple[Codec, ...], x: jax.Array, probe: jax.Array) -> jax.Array:
-    """x; the probe's cotangent is what each codec does to what x's cotangent is of."""
+    """x; the probe's cotangent is what each codec does to what x's cotangent is of.
+
+    Twice: with each entry's error by itself, and with all of them together.
+    """
     return x
 
 
 def _probed_backward(codecs, x, ct):
     def moved(codec):
         decoded = codec.decode(codec.encode(x)).astype(jnp.float32)
-        noise = decoded - x.astype(jnp.float32)
-        return jnp.sum(jnp.square(noise * ct.astype(jnp.float32)))
+        each = (decoded - x.astype(jnp.float32)) * ct.astype(jnp.float32)
+        return jnp.stack([jnp.sum(jnp.square(each)), jnp.square(jnp.sum(each))])
 
-    return None, jnp.stack(list(map(moved, codecs)))
+    return None, jnp.stack(list(map(moved, codecs)), axis=1)
 
 
 _probed.defvjp(lambda codecs, x, probe: (x, x), _probed_backward)

@@ -18,6 +18,7 @@ from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes, saying
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.effects import Sensitivity
+from jaxcompact.planner.layers import layers_of
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import CODECS, Problem, named, problem_of
@@ -25,6 +26,8 @@ from jaxcompact.policy import Action, ChoosesActions
 from jaxcompact.traced import Plan as Traces
 
 _COMPILES = 3
+_MORE_COMPILES = 6
+_FAR = 0.9  # of the budget: what takes less may not be the fastest
 _PLANS = 4  # of which each is measured; the last is exact
 _NEAR = 0.98  # of the budget: no other plan is looked for above that
 _SAFE = 0.99  # of it, where nothing that fits is known: a corrected model errs by 1 %
@@ -62,6 +65,7 @@ def plan(
     >>> found.peak_bytes < 300 * 2**20
     True
     """
+    require_layers(layers)
     make_step = scan_step(block, args, layers, params)
     return plan_step(make_step, layers=layers, **options)
 
@@ -69,7 +73,7 @@ def plan(
 def plan_step(
     make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
     *,
-    layers: int = 1,
+    layers: int | None = None,
     budget: int | str | None = None,
     device: str | None = None,
     max_error: float = 0.2,
@@ -83,13 +87,15 @@ def plan_step(
     to the host or make it again, such that the modelled time is least (a mixed integer
     linear program over the block's operations) and the step, *compiled for the card*,
     stays within the budget: the program's own peak corrects the model of what is stored
-    and of what lives in a backward pass beside it, in at most three compiles, and as
-    many of the smallest plans before none is said to fit.
+    and of what lives in a backward pass beside it, in at most three compiles (six while
+    a tenth of the budget is left), and three of the smallest plans before none is said
+    to fit.
 
     Args:
         make_step: ``policy -> (step, args)``, for `jaxcompact.memory.peak`; the step
             uses ``jaxcompact.checkpoint(block, policy=policy, ...)`` on one block.
-        layers: how often that block runs.
+        layers: how often that block runs before its backward passes begin; by default
+            what the step's program says.
         budget: bytes or ``"7GiB"``, of the whole step; the card's memory by default.
         device: a key of `jaxcompact.memory.devices`; by default of the card that is
             here, or "h200".
@@ -116,11 +122,16 @@ def plan_step(
 
     Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
     """
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers must be a positive int, got {layers!r}")
+    if layers is not None:
+        require_layers(layers)
     device = here() if device is None else device
     card, limit = find_device(device), budget_bytes(budget, device)
     say = saying(progress)
+    runs = layers_of(make_step, policies.int4())
+    if layers is None:
+        layers = max(1, runs)
+    elif runs not in (0, layers):
+        say(f"layers is {layers}, but the step runs the block {runs} times at once")
     if present(card):
         say(f"operations are timed on this machine's {card.name}, if they were not yet")
     found = sensitivity
@@ -181,13 +192,17 @@ def _fastest(
 
     def fastest(room: float) -> Solution | None:
         """That takes no more beside the rest, and was not compiled yet."""
-        solution = candidates.fastest(room)
-        return solution if solution and is_new(solution) else None
+        return candidates.fastest(room, is_new)
 
     def is_new(solution: Solution) -> bool:
         return _actions(asked, solution) not in [plan.actions for plan in found]
 
-    while len(found) < _COMPILES:
+    def compiles() -> int:
+        """More, where the model was far from what a plan takes."""
+        far = best is not None and best.peak_bytes < _FAR * limit
+        return _MORE_COMPILES if far else _COMPILES
+
+    while len(found) < compiles():
         solution = fastest(limit - rest[-1])
         if best and (solution is None or solution.seconds >= best.seconds):
             break
@@ -221,9 +236,14 @@ def _fastest(
     beside = gib(least.peak_bytes - layers * least.nbytes)
     raise ValueError(
         f"budget must be {gib(_rounded_up(least.peak_bytes))} or more, which the "
-        f"smallest plan takes: {gib(least.nbytes)} in each of {layers} layers, and "
-        f"{beside} beside them; got {gib(limit)}"
+        f"smallest plan within max_error={max_error:g} takes: {gib(least.nbytes)} in "
+        f"each of {layers} layers, and {beside} beside them; got {gib(limit)}"
     )
+
+
+def require_layers(layers: Any) -> None:
+    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
+        raise ValueError(f"layers must be a positive int, got {layers!r}")
 
 
 def _rounded_up(nbytes: int) -> int:

@@ -4,7 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,16 @@ import numpy as np
 
 from jaxcompact import policies
 from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
 from jaxcompact.planner.probing import Probing, Under
-from jaxcompact.policy import Action, ChoosesActions
+from jaxcompact.policy import Action, ChoosesActions, Policy
 from jaxcompact.sources import Residual
 from jaxcompact.tensors import Tensor
 
 BASE = policies.int4()
+_CHANCE = 6  # standard errors, about 4 of them of a mean of squares of normal numbers
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32), Quantized(2, 32)
 
 
@@ -34,11 +36,13 @@ def sensitivity(
     """What each codec, used on each tensor that a policy encodes, does to the gradient.
 
     To first order the gradient moves by ``J e``, where e is what rounding adds to a
-    tensor, each entry by itself, and J how the gradient depends on what is stored. Its
-    mean square is ``sum_k (sum_m J_mk^2) e_k^2``, and ``(J^T v)_k^2`` has the inner
-    sum as its mean for random signs v: *one* pass backwards through the backward pass
-    gives all tensors, layers and codecs at once. GACT (arXiv 2206.11357) takes three
-    gradients for each tensor instead.
+    tensor, and J how the gradient depends on what is stored. If entries err each by
+    itself, its mean square is ``sum_k (sum_m J_mk^2) e_k^2``, and ``(J^T v)_k^2`` has
+    the inner sum as its mean for random signs v: *one* pass backwards through the
+    backward pass gives all tensors, layers and codecs at once. GACT (arXiv 2206.11357)
+    takes three gradients for each tensor instead. Rows that are alike, as padding is,
+    err alike: then ``(v^T J e)^2``, whose mean is ``|J e|^2``, is far larger, and is
+    taken. Of a few v it is known to a third.
 
     Args:
         make_gradient: ``policy -> (gradient, args)``, with arrays;
@@ -76,6 +80,12 @@ def sensitivity(
     measure, args = measuring(
         make_gradient, policy=policy, codecs=codecs, probes=probes
     )
+    for path, x in leaves_with_path(args):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"make_gradient must return arrays, not their shapes alone, got {x} "
+                f"at args/{path_name(path)}"
+            )
     return measure(jax.random.key(0) if key is None else key, *args)
 
 
@@ -92,12 +102,23 @@ def measuring(
     if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
     require_codecs(codecs)
-    measure, args, name = _prepared(make_gradient, policy, codecs, probes)
-    if name:
+    found = _prepared(make_gradient, policy, codecs, probes)
+    if found.encodes_nothing:
         raise ValueError(
-            f"policy must encode something of {name!r}, outside of its loops"
+            f"policy must encode something of {found.block!r}, outside of its loops"
         )
-    return measure, args
+    return found.measure, found.args
+
+
+class _Prepared(NamedTuple):
+    """As `measuring`; ``moved``: by how much all together move the gradient, squared
+    and relative to its own square."""
+
+    block: str
+    encodes_nothing: bool
+    args: tuple
+    measure: Callable[..., Sensitivity]
+    moved: Callable[..., jax.Array]
 
 
 def _prepared(
@@ -105,9 +126,9 @@ def _prepared(
     policy: ChoosesActions,
     codecs: Sequence[Codec],
     probes: int,
-) -> tuple[Callable[..., Sensitivity], tuple, str | None]:
-    """As `measuring`; and the block's name if nothing of it is encoded."""
+) -> _Prepared:
     traces = block_of(make_gradient, policy, "make_gradient")
+    block = traces.traced.label
     asked: dict[str, tuple[Tensor, tuple[Codec, ...]]] = {}
     counts: Counter[str] = Counter()
     for slot in traces.replay.slots:
@@ -129,10 +150,18 @@ def _prepared(
     tree = jax.tree.structure(tuple(args))
 
     # Leaves, as an NNX module belongs to the trace that it is made in.
+    def gradient(policy, leaves):
+        of, _ = make_gradient(policy)
+        found = jax.tree.leaves(of(*jax.tree.unflatten(tree, leaves)))
+        if () in map(jnp.shape, found) and () not in map(jnp.shape, leaves):
+            raise ValueError(
+                "make_gradient must return what gives the gradient alone, as jax.grad "
+                "does, got a number that no argument is, as jax.value_and_grad's"
+            )
+        return found
+
     def score(probe, signs, *leaves):
-        probing = Probing(policy, asked, starts, (probe,))
-        gradient, _ = make_gradient(probing)
-        grads = jax.tree.leaves(gradient(*jax.tree.unflatten(tree, leaves)))
+        grads = gradient(Probing(policy, asked, starts, (probe,)), leaves)
         keys = jax.random.split(signs, len(grads))
         moved = squared = 0.0
         for k, g in zip(keys, grads, strict=True):
@@ -143,33 +172,48 @@ def _prepared(
 
     probed = jax.jit(jax.grad(score, has_aux=True))
 
+    @jax.jit
+    def moved(*leaves):
+        exact, found = gradient(Policy(), leaves), gradient(policy, leaves)
+        squares = [
+            [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (a - b, a)]
+            for a, b in zip(exact, found, strict=True)
+        ]
+        difference, whole = map(sum, zip(*squares, strict=True))
+        return difference / whole
+
     @functools.cache
-    def measure_under(actions: tuple[tuple[str, Action], ...]):
-        return _prepared(make_gradient, Under(dict(actions), policy), (), probes)[0]
+    def prepared_under(actions: tuple[tuple[str, Action], ...]) -> _Prepared:
+        return _prepared(make_gradient, Under(dict(actions), policy), (), probes)
 
     def measure(key: jax.Array, *args: Any) -> Sensitivity:
-        total = np.zeros(sum(sizes))
+        total, leaves = np.zeros((2, sum(sizes))), jax.tree.leaves(args)
         for k in jax.random.split(key, probes):
-            zeros, leaves = jnp.zeros(sum(sizes), jnp.float32), jax.tree.leaves(args)
+            zeros = jnp.zeros(total.shape, jnp.float32)
             moved, squared = probed(zeros, k, *leaves)
             total += np.asarray(moved, np.float64) / float(squared) / probes
+        alone, together = total
+        alike = together > (1 + _CHANCE * probes**-0.5) * alone
+        total = np.where(alike, together, alone)
         effects = {}
         for name, (tensor, each) in asked.items():
             found = total[starts[name] :][: len(each)].tolist()
             if not np.isfinite(found).all():
                 raise ValueError(
-                    f"sensitivity of {name!r} in {traces.traced.label!r} is "
-                    f"{found[0]}: the gradient must be finite, and not 0"
+                    f"sensitivity of {name!r} in {block!r} is {found[0]}: the "
+                    f"gradient must be finite, and not 0"
                 )
             errors = dict(zip(each, found, strict=True))
             effects[name] = Effect(tensor.shape, tensor.dtype, errors, counts[name])
 
         def under(actions: Mapping[str, Action]) -> Sensitivity:
-            return measure_under(tuple(actions.items()))(key, *args)
+            plan = prepared_under(tuple(actions.items()))
+            found = plan.measure(key, *args)
+            return found if plan.encodes_nothing else found.in_all(plan.moved(*leaves))
 
-        return Sensitivity(traces.traced.label, policy, effects, under)
+        return Sensitivity(block, policy, effects, under)
 
-    return measure, args, None if asked else traces.traced.label
+    return _Prepared(block, not asked, args, measure, moved)
 
 
 def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec, ...]:

@@ -29,6 +29,7 @@ from tests.checkpoint.functions import (
         ({"params": (0, None)}, "params must be argument numbers .* got None"),
         ({"params": 2}, "params must be below the number of arguments 2, got 2"),
         ({"params": -3}, "params must be below the number of arguments 2, got -3"),
+        ({"params": dict}, r"params must be in the arguments, got dict.*: \(\) says"),
         ({"params": 1, "static_argnums": 1}, "1 is in params and static_argnums"),
         ({"policy": jc.Policy}, "policy must be a jaxcompact policy"),
     ],
@@ -38,12 +39,37 @@ def test_arguments_that_are_none(arguments, message):
         jc.checkpoint(lambda x, n: x * n, **arguments)(2.0, 3)
 
 
+def test_a_type_is_looked_for_in_each_argument():
+    """Not in what holds them, which is a dict as well."""
+
+    def fun(params, x):
+        return jnp.sin(x @ params["w"]) @ params["w"]
+
+    args = {"w": W[0]}, X
+    by_type, by_number = (
+        jc.explain(jc.checkpoint(fun, policy=LOSSY, params=params), *args)
+        for params in (dict, 0)
+    )
+    assert by_type.stored == by_number.stored
+
+
 def test_what_is_no_function_is_refused():
     with pytest.raises(ValueError, match="fun must be a function, got 3"):
         jc.checkpoint(3)
     small = jc.checkpoint(lambda *, x: x, params=0)
     with pytest.raises(ValueError, match="below the number of arguments 0, got 0"):
         small(x=1.0)
+
+
+def test_an_argument_that_decides_is_named():
+    def fun(w, x, train):
+        return jnp.tanh(x @ w) if train else x
+
+    small = jc.checkpoint(fun, policy=LOSSY, params=0)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        small(W[0], X, True)
+    said = raised.value.__notes__[-1]
+    assert "of 'fun': leaves[2] is train; " in said and "static_argnums" in said
 
 
 def test_static_arguments_of_another_type_are_others():

@@ -252,6 +252,20 @@ def one_layer(params, i):
     return jax.tree.map(lambda a: a[i], params)
 
 
+def test_what_numpy_changes_in_place_is_read_again():
+    kernels = jax.random.normal(jax.random.key(0), (2, N, M))
+    params = {"attn": {n: {"kernel": w} for n, w in zip("qk", kernels, strict=True)}}
+
+    def fun(params, x):
+        y = jc.linear(x, params["attn"]["q"]["kernel"]).sum()
+        x *= 2
+        return y + jc.linear(x, params["attn"]["k"]["kernel"]).sum()
+
+    space, x = subspace(r"attn/./kernel"), layer_input()
+    a, b = (gradients(fun, space, params, f(x)) for f in (np.array, jnp.array))
+    np.testing.assert_array_equal(a["attn"]["k"]["kernel"], b["attn"]["k"]["kernel"])
+
+
 def test_a_sketch_does_not_leave_the_trace_it_was_made_in():
     """x is shared by an inner jit and the outer function; z must be made in both."""
     params = {"attn": {n: {"kernel": jnp.ones((N, M)) / N} for n in "qk"}}

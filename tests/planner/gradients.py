@@ -32,13 +32,17 @@ def block(w, x):
 
 
 def make_gradient(policy, block=block):
+    return jax.grad(loss_of(policy, block)), (PARAMS, X)
+
+
+def loss_of(policy, block=block):
     wrapped = jc.checkpoint(block, policy=policy, params=0)
 
     def loss(params, x):
         x, _ = jax.lax.scan(lambda x, w: (wrapped(w, x), None), x, params)
         return jnp.square(x - TARGET).mean()
 
-    return jax.grad(loss), (PARAMS, X)
+    return loss
 
 
 def gradient(policy):

@@ -31,7 +31,7 @@ def plan(tmp_path_factory):
             patch.setenv("JAXCOMPACT_CACHE", str(folder))
             options = {"layers": LAYERS, "progress": lines.append} | options
             found = jc.plan(block, PARAMS, X, budget=budget, **options)
-        assert 1 <= len(lines) <= 3
+        assert 1 <= len(lines) <= 6
         for line in lines[2:]:  # corrected by then
             sizes = re.findall(r"([\d.]+) MiB[:;]? (?:\d+ us|expected)", line)
             peak, expected = map(float, sizes)
@@ -74,6 +74,22 @@ def test_budgets_are_kept_with_a_cards_kernels(tmp_path, monkeypatch):
     assert 0.7 * found.budget < found.peak_bytes <= found.budget
 
 
+def test_a_larger_budget_is_not_slower(tmp_path, monkeypatch):
+    """Of a block whose sizes the model is far from."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+
+    def mlp(w, x):
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    args = {"up": of(256, 1024), "down": of(1024, 256)}, of(4096, 256)
+    asked = {"layers": 4, "device": "h100", "progress": lambda line: None}
+    found = [
+        jc.plan(mlp, *args, budget=f"{budget}MiB", **asked) for budget in (43, 49, 49.5)
+    ]
+    times = [each.seconds for each in found]
+    assert times == sorted(times, reverse=True)
+
+
 def test_the_peak_is_the_programs(plan):
     found = plan("250MiB")
     wrapped = jc.checkpoint(block, policy=found, params=0, prevent_cse=False)
@@ -102,7 +118,7 @@ def test_without_error_it_is_exact(plan):
     found = plan("250MiB", max_error=0.0)
     assert found.error == 0 and found.seconds > plan("250MiB").seconds
     assert relative(gradient(found), gradient(None)) < 1e-5
-    some = plan("410MiB", max_error=0.05)
+    some = plan("250MiB", max_error=0.05)
     assert 0 < some.error <= 0.05
 
 

@@ -13,7 +13,16 @@ from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.planner.sensitivity import CODECS
-from tests.planner.gradients import PARAMS, X, block, flat, gradient, make_gradient
+from tests.planner.gradients import (
+    PARAMS,
+    TARGET,
+    X,
+    block,
+    flat,
+    gradient,
+    loss_of,
+    make_gradient,
+)
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +242,47 @@ def test_a_policy_of_rules_and_another_dtype():
     assert jnp.isfinite(flat(of(*args))).all()
 
 
+def test_rows_that_are_alike_err_alike():
+    """As padding does: where a loss takes their mean, all of them together."""
+    w = {n: w[0] for n, w in PARAMS.items()}
+    rows = jnp.broadcast_to(X[:, :1], X.shape) + 0.01 * X
+
+    def block(w, x):
+        return x + jnp.tanh(x @ w["q"]) @ w["o"]
+
+    def make(policy):
+        wrapped = jc.checkpoint(block, policy=policy, params=0)
+
+        def loss(w, x):
+            return jnp.square(wrapped(w, x).mean(1) - TARGET[:, 0]).mean()
+
+        return jax.grad(loss), (w, rows)
+
+    def gradient(policy):
+        of, args = make(policy)
+        return flat(jax.jit(of)(*args))
+
+    exact = gradient(jc.Policy())
+    found = jc.sensitivity(make, probes=16)
+    for codec in (jc.Quantized(4), jc.Quantized(2, group_size=32)):
+        only = {"dot_general.0": codec}
+        moved = gradient(jc.Policy(only, default=jc.Save())) - exact
+        real = float(jnp.linalg.norm(moved) / jnp.linalg.norm(exact))
+        # Of 16 random signs the mean square is known to 35 %, the root to 18.
+        assert found.error(only) == pytest.approx(real, rel=0.4)
+        # What is found by a gradient is no less than that.
+        measured = found.under({"x": jc.Save()} | only).error(only)
+        assert real * 0.99 < measured < 1.6 * real
+
+
 def test_what_is_refused(found):
+    with pytest.raises(ValueError, match="the gradient alone, as jax.grad does, got a"):
+        jc.sensitivity(lambda p: (jax.value_and_grad(loss_of(p)), (PARAMS, X)))
+    with pytest.raises(
+        ValueError, match=r"must return arrays, .* got Shape.* at args/0/down"
+    ):
+        shapes = jax.eval_shape(lambda: (PARAMS, X))
+        jc.sensitivity(lambda p: (make_gradient(p)[0], shapes))
     with pytest.raises(ValueError, match="of 'block', outside of its loops"):
         jc.sensitivity(make_gradient, policy=jc.Policy())
     with pytest.raises(ValueError, match="probes must be a positive int, got 0"):
