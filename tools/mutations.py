@@ -29,6 +29,35 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "errors of rows that are alike count each by itself",
+        "jaxcompact/planner/sensitivity.py",
+        "total = np.where(alike, together, alone)",
+        "total = alone",
+        "tests/planner/test_sensitivity.py::test_rows_that_are_alike_err_alike",
+    ),
+    Mutation(
+        "a plan that was compiled ends the search for another",
+        "jaxcompact/planner/search.py",
+        "return candidates.fastest(room, is_new)",
+        "solution = candidates.fastest(room)\n"
+        "        return solution if solution and is_new(solution) else None",
+        "tests/planner/test_plan.py::test_a_larger_budget_is_not_slower",
+    ),
+    Mutation(
+        "what numpy changed in place shares a sketch",
+        "jaxcompact/sketched.py",
+        "next(entries, None) if isinstance(x, jax.Array) else None",
+        "next(entries, None)",
+        "tests/linear/test_sharing.py::test_what_numpy_changes_in_place_is_read_again",
+    ),
+    Mutation(
+        "a scan copies codes to where it stacks them",
+        "jaxcompact/stores.py",
+        "return [min(every, key=lambda i: self.leaves[i].size)] if kernel else every",
+        "return every",
+        "tests/kernels/test_stacks.py::test_codes_are_written_where_they_are_stacked",
+    ),
+    Mutation(
         "what layers share is broadcast ahead of their loop",
         "jaxcompact/hoisting.py",
         "values = [lax.select_n(never(), x, x)]",
