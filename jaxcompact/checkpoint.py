@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jaxcompact.graph import graph_of
+from jaxcompact.graph import graph_of, joined
 from jaxcompact.outputs import Outputs
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy
@@ -290,7 +290,7 @@ def _trace(
                 f"what is done goes into static_argnums or static_argnames"
             )
         raise
-    graph = graph_of(closed)
+    graph = joined(graph_of(closed))
     if any(hasattr(aval, "inner_aval") for aval in graph.avals):
         raise NotImplementedError(
             f"checkpoint of {label!r}: it uses mutable references"

@@ -149,6 +149,41 @@ def loosened(graph: Graph) -> Graph:
     return replace(graph, ops=ops[::-1])
 
 
+def joined(graph: Graph) -> Graph:
+    """The same, in which what is multiplied by another value equal to it is squared."""
+    first: dict[int, int] = {}  # value -> the first that is equal to it
+    seen: dict[Any, tuple[int, ...]] = {}
+    ops = []
+    for op in graph.ops:
+        ins = tuple(first.get(v, v) if isinstance(v, int) else v for v in op.ins)
+        twice = len(ins) == 2 and ins[0] == ins[1] and op.ins[0] != op.ins[1]
+        if twice and op.kind in ("mul", "dot_general"):
+            op = replace(op, ins=op.ins[:1] * 2)
+        ops.append(op)
+        known = seen.setdefault(_key(op, ins), op.outs)
+        first |= {v: w for v, w in zip(op.outs, known, strict=True) if v != w}
+    if all(new is old for new, old in zip(ops, graph.ops, strict=True)):
+        return graph
+    needed = {v for v in graph.outputs if isinstance(v, int)}
+    read = []
+    for op in reversed(ops):
+        if op.eqn.effects or not needed.isdisjoint(op.outs):
+            needed.update(op.reads)
+            read.append(op)
+    return replace(graph, ops=read[::-1])
+
+
+def _key(op: Op, ins: Sequence[Value]) -> Any:
+    """Equal of two operations that make the same."""
+    said = [(v.aval, str(v.val)) if isinstance(v, Literal) else v for v in ins]
+    key = op.kind, *said, *op.eqn.params.items()
+    try:
+        hash(key)
+    except TypeError:
+        return op
+    return op if op.eqn.effects else key
+
+
 def _where(eqn: JaxprEqn) -> str:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():

@@ -18,6 +18,7 @@ from jaxcompact.graph import (
     barrier,
     graph_of,
     inner_jaxprs,
+    joined,
     read,
     renewed,
     zeros,
@@ -127,7 +128,7 @@ class Traced:
         return op.bind(*values, jaxpr=jaxpr)
 
     def _body(self, op: Op, index: int, jaxpr: Any) -> "Traced":
-        graph, label = graph_of(jaxpr), op.name
+        graph, label = joined(graph_of(jaxpr)), op.name
         if op.kind == "cond":
             label = f"{label}.{index}"
         names, keep = inputs_of_body(self.graph, self.names, op, graph)
