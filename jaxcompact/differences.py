@@ -11,7 +11,14 @@ from collections.abc import Mapping, Set
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, is_float
-from jaxcompact.kinds import ELEMENTWISE, EXPONENTIALS, LAYOUT, REDUCTIONS, renames
+from jaxcompact.kinds import (
+    ELEMENTWISE,
+    EXPONENTIALS,
+    LAYOUT,
+    REDUCTIONS,
+    expensive,
+    renames,
+)
 
 # Zero where what they read is.
 _MULTIPLES = frozenset(
@@ -21,40 +28,102 @@ _MULTIPLES = frozenset(
 _EVEN = frozenset("cos cosh square".split())
 _TERMS = frozenset("add convert_element_type div mul neg reduce_sum sub".split())
 _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -x)
-_THROUGH = ELEMENTWISE | {"custom_jvp_call"}
+_THROUGH = ELEMENTWISE | frozenset("approx_top_k custom_jvp_call sort top_k".split())
 _LEAST = 0.1  # of a constant that a prediction may be near; not what guards a root
 _GROUP = 64  # entries that are rounded together, by default
 
 
-def find_differences(graph: Graph, data: Set[int]) -> tuple[set[int], set[int]]:
+def find_differences(
+    graph: Graph, data: Set[int], fixed: Set[int], moving: Set[int] | None = None
+) -> tuple[set[int], set[int]]:
     """Those, made of ``data``, whose squares the graph gives, or the like: losses.
 
-    Not norms, which others are divided by. And those whose squares an exponential is
-    taken of, as of a mixture's densities: its large ones say nothing of the small.
+    Not norms, which others are divided by. And those whose terms are to be kept: whose
+    squares an exponential is taken of, as of a mixture's densities (its large ones say
+    nothing of the small), and those of all pairs, larger than their terms. ``fixed``:
+    values made of parameters and constants; ``moving``: those that are differentiated.
     """
     found: set[int] = set()
     bells: set[int] = set()
     constants = {v for op in graph.ops if _is_from_constant(op) for v in op.outs}
-    if not constants and all(op.kind != "sub" for op in graph.ops):
-        return found, bells
     made_by = {value: op for op in graph.ops for value in op.outs}
-    given, exponents = given_by(graph), _exponents(graph)
-    subtracted = (op for op in graph.ops if op.kind == "sub")
+    subtracted = [op for op in graph.ops if op.kind == "sub"]
     pairs = {v for op in subtracted if pair(op, graph, made_by) for v in op.outs}
-    begins = data & (constants | pairs)
+    crossed = {v for op in subtracted if _crosses(op, graph, made_by) for v in op.outs}
+    added = [op for op in graph.ops if op.kind == "add" and len({*op.reads}) == 2]
+    sums = {v for op in added for v in op.outs} - constants
+    begins = data & (constants | pairs | crossed | sums)
+    if not begins:
+        return found, bells
+    given, exponents = given_by(graph), _exponents(graph)
     multiples = _multiples(graph, begins)
     for op in graph.ops:
         of_each = [multiples[v] for v in op.reads if v in multiples]
         if of_each and begins.isdisjoint(op.outs) and not given.isdisjoint(op.outs):
             if is_square(op) and not exponents.isdisjoint(op.outs):
                 bells.update(*of_each)
-            elif is_square(op) or op.kind in _EVEN:
+            elif is_square(op):
                 found.update(*of_each)
+            elif op.kind in _EVEN:
+                found.update(set().union(*of_each) - sums)  # features, rather
             elif op.kind in _OF_TWO and len(of_each) == 2:
                 found |= of_each[0] & of_each[1]
             elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
-                found.update(*of_each)  # logaddexp(x, 0)
+                found.update(set().union(*of_each) - sums)  # logaddexp(x, 0)
+
+    def is_difference(value: int) -> bool:
+        op = made_by[value]
+        return value not in sums or _has_data(op, graph, made_by, fixed, moving)
+
+    found, bells = ({*filter(is_difference, values)} for values in (found, bells))
+    bells |= found & crossed
     return found - bells, bells
+
+
+def _crosses(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> bool:
+    """Whether it is of all pairs of two tensors' entries or rows."""
+    size = graph.avals[op.outs[0]].size
+    of = {v: graph.avals[narrow(v, made_by)].size for v in op.reads}
+    return len(of) == 2 and all(1 < n < size for n in of.values())
+
+
+def _has_data(
+    op: Op,
+    graph: Graph,
+    made_by: Mapping[int, Op],
+    fixed: Set[int],
+    moving: Set[int] | None,
+) -> bool:
+    """Whether a sum is one of a prediction and data: a target's negative, noise.
+
+    Data is made of nothing that is differentiated; or, as far as is known, cheaply of
+    inputs that the other term is not made of.
+    """
+    if not pair(op, graph, made_by):
+        return False
+    size = graph.avals[op.outs[0]].size
+    terms = [(v, _behind(v, made_by)) for v in op.reads]
+    for (value, behind), (_, other) in zip(terms, terms[::-1], strict=True):
+        if moving is not None and moving.isdisjoint(behind):
+            whole = graph.avals[narrow(value, made_by)].size == size
+            if whole or value not in fixed:  # no bias that is frozen
+                return True
+        inputs = behind.intersection(graph.inputs) - fixed
+        cheap = not any(expensive(made_by[v]) for v in behind if v in made_by)
+        if inputs and cheap and inputs.isdisjoint(other):
+            return True
+    return False
+
+
+def _behind(value: int, made_by: Mapping[int, Op]) -> set[int]:
+    """It, and all that it is made of."""
+    found, todo = {value}, [value]
+    while todo:
+        op = made_by.get(todo.pop())
+        new = {*op.reads} - found if op else set()
+        found.update(new)
+        todo += new
+    return found
 
 
 def _multiples(graph: Graph, differences: Set[int]) -> dict[int, set[int]]:
@@ -79,7 +148,7 @@ def find_scaled(graph: Graph, differences: Set[int]) -> set[int]:
     """Of which some count more than their neighbours do.
 
     They or their squares have factors or divisors, as by deviations or units, that
-    differ within what is rounded together.
+    differ within what is rounded together; or the least are chosen of them.
     """
     found: set[int] = set()
     made_by = {value: op for op in graph.ops for value in op.outs}
@@ -90,6 +159,27 @@ def find_scaled(graph: Graph, differences: Set[int]) -> set[int]:
         if of_each and op.kind in ("mul", "div"):
             if any(_steps(v, op, graph, made_by) < _GROUP for v in factors):
                 found.update(*of_each)
+    return found | _chosen(graph, multiples)
+
+
+def _chosen(graph: Graph, multiples: Mapping[int, Set[int]]) -> set[int]:
+    """Of sums of whose few neighbours the least are chosen, or some by an index."""
+    found: set[int] = set()
+    summed = {v: (of, 1) for v, of in multiples.items()}  # and of how many neighbours
+    for op in graph.ops:
+        sources = [v for v in op.reads if v in summed]
+        if not sources or not summed.keys().isdisjoint(op.outs):
+            continue
+        of, count = summed[sources[0]]
+        if op.kind in ("gather", "reduce_min") and count < _GROUP:
+            found |= of
+        elif op.kind == "reduce_sum":
+            shape, axes = op.eqn.invars[0].aval.shape, op.eqn.params["axes"]
+            last = range(len(shape) - len(axes), len(shape))
+            count *= math.prod(shape[a] for a in last) if {*axes} == {*last} else 1
+            summed[op.outs[0]] = of, count
+        elif op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op):
+            summed[op.outs[0]] = of, count
     return found
 
 

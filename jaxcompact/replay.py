@@ -77,8 +77,8 @@ class Replay:
         self.graph, self.policy, self.perturbed = graph, policy, perturbed
         self.keep, self.prefix = keep, prefix
         statistics = getattr(policy, "statistics", False)
-        self.tensors = Tensors(graph, names, known, statistics)
         self.moving = moving_values(graph, perturbed)
+        self.tensors = Tensors(graph, names, known, statistics, self.moving)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
         self.slopes = {
             v

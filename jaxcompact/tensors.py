@@ -123,6 +123,7 @@ class Tensors:
         inputs: name of each input that is no parameter.
         known: whether it is known which inputs are parameters.
         statistics: whether sums and maxima over many entries are candidates.
+        moving: values that are differentiated, if it is known.
 
     Attributes:
         found: value -> `Tensor`.
@@ -139,6 +140,7 @@ class Tensors:
         inputs: Mapping[int, str],
         known: bool,
         statistics: bool = False,
+        moving: Set[int] | None = None,
     ):
         self.graph, self.known, self.statistics = graph, known, statistics
         self.found: dict[int, Tensor] = {}
@@ -164,7 +166,7 @@ class Tensors:
         self._move_to_sums()
         self._move_to_parts()
         enlarged = self._add_norms()
-        near, bells = find_differences(graph, self.data)
+        near, bells = find_differences(graph, self.data, self.fixed, moving)
         self._add_differences(near)
         self._add_functions()
         stored = {

@@ -91,6 +91,21 @@ def by_deviations(p, x):
     return -jax.scipy.stats.norm.logpdf(DRAWN, means, sizes).mean()
 
 
+def to_the_nearest(p, x):
+    """Chamfer's distance of two sets of points, of all pairs the least."""
+    points = predicted(p, x).reshape(8, -1, 4)
+    targets = Y.reshape(8, -1, 4)
+    pairs = ((points[:, :, None] - targets[:, None]) ** 2).sum(-1)
+    return pairs.min(1).mean() + pairs.min(2).mean()
+
+
+def of_the_best(p, x):
+    """Of four predictions of a row the nearest counts."""
+    found = predicted(p, x).reshape(128, 4, 8)
+    return jnp.mean(((found - Y[:, None, 8:16]) ** 2).mean(-1).min(1))
+
+
+NEGATIVE, SIZES = -Y, jnp.exp(normal(8, 128, 1))
 UNITS = 10.0 ** (jnp.arange(32.0)[None] / 8)
 
 
@@ -124,6 +139,27 @@ LOSSES = {
     ),
     "by deviations": by_deviations,
     "in units": in_units,
+    "a sum": lambda p, x: jnp.mean((predicted(p, x) + NEGATIVE) ** 2),
+    "a sum, of minus the prediction": lambda p, x: jnp.mean(
+        (Y + (-1) * predicted(p, x)) ** 2
+    ),
+    "a score's": lambda p, x: jnp.mean(
+        (SIZES * predicted(p, x) + SIZES * NEGATIVE) ** 2
+    ),
+    "the difference twice": lambda p, x: jnp.mean(
+        (predicted(p, x) - Y) * (predicted(p, x) - Y)
+    ),
+    "a product of the difference twice": lambda p, x: jnp.vdot(
+        (h := predicted(p, x)) - Y, h - Y
+    ),
+    "of the hardest": lambda p, x: jnp.mean(
+        jax.lax.top_k(((predicted(p, x) - Y) ** 2).mean(-1), 64)[0]
+    ),
+    "sorted": lambda p, x: jnp.mean(
+        jnp.sort(((predicted(p, x) - Y) ** 2).mean(-1))[64:]
+    ),
+    "to the nearest": to_the_nearest,
+    "of the best": of_the_best,
     "of codes": rounded_codes,
     "in a loop": in_time,
 }
@@ -187,9 +223,35 @@ def test_weights_of_a_row_scale_all_that_is_rounded_together(weights, action, sq
     assert row.action == action
 
 
-def test_it_takes_the_place_of_the_prediction():
-    wrapped = jc.checkpoint(LOSSES["squared"], policy=jc.policies.int4(), params=0)
-    assert stored(wrapped, PARAMS, X) == {"x", "dot_general.0", "sub.0"}
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (lambda p, x, y: jnp.mean((predicted(p, x) - y) ** 2), "sub.0"),
+        (lambda p, x, y: jnp.vdot((h := predicted(p, x)) - y, h - y), "sub.0"),
+        (lambda p, x, y: jnp.mean((predicted(p, x) + y) ** 2), "add.0"),
+    ],
+)
+def test_it_takes_the_place_of_the_prediction(loss, name):
+    wrapped = jc.checkpoint(loss, policy=jc.policies.int4(), params=0)
+    assert stored(wrapped, PARAMS, X, Y) == {"x", "dot_general.0", name}
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda p, x, y: jnp.mean((x + predicted(p, x)) ** 2),
+        lambda p, x, y: jax.nn.standardize(y + predicted(p, x)),
+        lambda p, x, y: jax.nn.relu(y + predicted(p, x)),
+        lambda p, x, y: jnp.cos(y + predicted(p, x)),
+        lambda p, x, y: jnp.mean(jax.nn.logsumexp(predicted(p, x), -1) ** 2),
+    ],
+)
+def test_other_sums_are_no_differences(fun):
+    """A residual stream, activations and features, a penalty of a softmax's logits."""
+    wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    rows = jc.explain(wrapped, PARAMS, X, Y).rows
+    sums = [row for row in rows if row.name.startswith("add")]
+    assert all(row.shape == (128, 1) for row in sums)  # a norm
 
 
 def test_what_is_normalized_is_no_difference():
