@@ -2,7 +2,8 @@
 
 What is left when two rounded tensors are subtracted may be no more than their rounding.
 The difference itself is rounded beside what it is. A cosine's gradient is such a
-difference too, of directions, but there is none to be stored.
+difference too, of directions, as is a square's that is multiplied out, but there is
+none to be stored.
 """
 
 import math
@@ -255,7 +256,8 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
     """Tensors, made of ``data``, whose cosines with others the graph gives.
 
     With these, and what a product has made of the two. One of the two is divided by its
-    norm, before they are multiplied and summed up or after it.
+    norm, before they are multiplied and summed up or after it. Correlations are cosines
+    of what is less its mean.
     """
     summed: set[int] = set()
     for op in reversed(graph.ops):
@@ -282,10 +284,45 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
                 products.append((a, b))
         elif len({*of}) == 2 and _is_of_rows(op) and op.outs[0] in given:
             products.append((*of, op.outs[0]))
+        elif op.kind == "sub" and (term := _centered(op, graph, made_by)) is not None:
+            whole[op.outs[0]] = whole.get(term, term)
         elif len(of) == 1 and (renames(op) or _is_scaled(op)):
             whole[op.outs[0]] = of[0]
     near = [p for p in products if not (normed.isdisjoint(p) or data.isdisjoint(p))]
     return {v for p in near for v in p}
+
+
+def _centered(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> int | None:
+    """What its mean, or the like, is subtracted from."""
+    if len({*op.reads}) < 2 or pair(op, graph, made_by):
+        return None
+    term, _ = op.reads
+    whole = graph.avals[narrow(term, made_by)].size == graph.avals[op.outs[0]].size
+    return term if whole else None
+
+
+def find_expanded(graph: Graph, data: Set[int]) -> set[int]:
+    """Of ``data``, whose square, another's and twice their product the graph adds up.
+
+    There is no difference to be stored of a square that is multiplied out.
+    """
+    found: set[int] = set()
+    whole: dict[int, int] = {}  # value -> what it is a multiple of
+    terms: dict[int, set[frozenset[int]]] = {}  # value -> the factors of each of its
+    given = given_by(graph)
+    for op in graph.ops:
+        of = frozenset(whole.get(v, v) for v in op.reads)
+        before = [terms[v] for v in op.reads if v in terms]
+        if op.kind in _TERMS and before and op.outs[0] in given:
+            added = terms[op.outs[0]] = set().union(*before)
+            for factors in added if len(before) == 2 else ():
+                if len(factors) == 2 and all(frozenset([v]) in added for v in factors):
+                    found |= factors
+        elif is_square(op) or (len(of) == 2 and (op.kind == "mul" or _is_of_rows(op))):
+            terms[op.outs[0]] = {of}
+        elif len(of) == 1 and (renames(op) or _is_scaled(op)):
+            (whole[op.outs[0]],) = of
+    return set() if data.isdisjoint(found) else found
 
 
 def _is_scaled(op: Op) -> bool:

@@ -15,7 +15,12 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
-from jaxcompact.differences import find_angles, find_differences, find_scaled
+from jaxcompact.differences import (
+    find_angles,
+    find_differences,
+    find_expanded,
+    find_scaled,
+)
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
@@ -177,7 +182,7 @@ class Tensors:
         norms = [v for v in stored if self.found[v].normed]
         attention = find_attention(graph, self.fixed, stored, known, norms)
         exponents = find_exponents(graph, self.fixed, stored) | enlarged
-        steep = bells | find_angles(graph, self.data)
+        steep = bells | find_angles(graph, self.data) | find_expanded(graph, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:

@@ -105,6 +105,19 @@ def of_the_best(p, x):
     return jnp.mean(((found - Y[:, None, 8:16]) ** 2).mean(-1).min(1))
 
 
+def concordance(p, x):
+    """Lin's: twice the covariance by what it would be if they were the same."""
+    h = predicted(p, x)
+    mean, wanted = h.mean(0, keepdims=True), Y.mean(0, keepdims=True)
+    both = jnp.mean((h - mean) * (Y - wanted), 0)
+    return -jnp.mean(2 * both / (h.var(0) + Y.var(0) + (mean - wanted)[0] ** 2))
+
+
+def multiplied_out(p, x):
+    h = predicted(p, x)
+    return jnp.mean(h * h - 2 * h * Y + Y * Y)
+
+
 NEGATIVE, SIZES = -Y, jnp.exp(normal(8, 128, 1))
 UNITS = 10.0 ** (jnp.arange(32.0)[None] / 8)
 
@@ -160,6 +173,8 @@ LOSSES = {
     ),
     "to the nearest": to_the_nearest,
     "of the best": of_the_best,
+    "concordance": concordance,
+    "multiplied out": multiplied_out,
     "of codes": rounded_codes,
     "in a loop": in_time,
 }
