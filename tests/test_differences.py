@@ -239,6 +239,20 @@ def test_weights_of_a_row_scale_all_that_is_rounded_together(weights, action, sq
 
 
 @pytest.mark.parametrize(
+    ("width", "action"), [(8, "Save()"), (32, "Save()"), (64, "Quantized(bits=4)")]
+)
+def test_a_choice_of_a_row_is_one_of_all_that_is_rounded_together(width, action):
+    def loss(p, x):
+        found = predicted(p, x).reshape(-1, 2, width)
+        target = Y.reshape(-1, 2, width)[:, :1]
+        return jnp.mean(((found - target) ** 2).mean(-1).min(1))
+
+    wrapped = jc.checkpoint(loss, policy=jc.policies.int4(), params=0)
+    (row,) = (r for r in jc.explain(wrapped, PARAMS, X).rows if r.name == "sub.0")
+    assert row.action == action
+
+
+@pytest.mark.parametrize(
     ("loss", "name"),
     [
         (lambda p, x, y: jnp.mean((predicted(p, x) - y) ** 2), "sub.0"),
