@@ -17,6 +17,7 @@ from jaxcompact.outputs import Outputs
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy
 from jaxcompact.sketched import SketchedKernel
+from jaxcompact.spans import spans_of
 from jaxcompact.traced import Traced, run
 
 _OF_THE_WORLD = {"IOEffect", "OrderedIOEffect"}  # classes that jax does not export
@@ -301,6 +302,7 @@ def _trace(
             f"backward pass would do again"
         )
     inputs = graph.inputs[len(closed.consts) :]
+    graph.spans = spans_of(dict(zip(graph.inputs, closed.consts, strict=False)))
     said = call.parameters(as_tuple(params))
     all_names = dict(zip(inputs, call.input_names(), strict=True))
     names = {v: all_names[v] for v, s in zip(inputs, said, strict=True) if not s}

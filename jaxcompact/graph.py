@@ -65,13 +65,20 @@ class Op:
 
 @dataclass(eq=False)
 class Graph:
-    """A traced function. Calls of jitted functions are taken apart."""
+    """A traced function. Calls of jitted functions are taken apart.
+
+    Attributes:
+        spans: of its inputs that are constants, between which values they lie.
+        infinite: its inputs that infinities are written into.
+    """
 
     inputs: list[int] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     constants: dict[int, Any] = field(default_factory=dict)
     avals: list[Any] = field(default_factory=list)
+    spans: dict[int, tuple[float, float]] = field(default_factory=dict)
+    infinite: Collection[int] = ()
 
     def run(
         self, inputs: Sequence[Any], rule: Callable[[Op, list[Any], dict], list[Any]]

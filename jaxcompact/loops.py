@@ -1,15 +1,16 @@
 """What loops and branches are given and give: activations, and what stays exact."""
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
 from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any
 from jaxcompact.solving import solves_for_state
+from jaxcompact.spans import Span, find_spans, is_large, span_of
 
 _SMALL = 16  # times smaller: the maxima and sums of an attention, beside its output
-_INFINITE = 1e4  # what masks are filled with
 _SHIFTS = frozenset("add add_any convert_element_type max neg select_n sub".split())
 _EXTREMES = frozenset("reduce_max reduce_min".split())
 
@@ -19,13 +20,14 @@ def inputs_of_body(
 ) -> tuple[dict[int, str], dict[int, str]]:
     """Names of a body's inputs that are activations; which are not encoded, and why.
 
-    ``names``: the graph's inputs that are activations, no parameters.
+    ``names``: the graph's inputs that are activations, no parameters; ``body``: with
+    what is known of its inputs.
     """
     state, outer = state_of(op), op.ins if op.kind == "scan" else op.ins[1:]
     fixed = graph.independent_of(names)
     begins = [isinstance(v, int) and v not in fixed for v in outer]
     found = _new(body, begins, state)
-    infinite, solves = infinities(graph), solves_for_state(op, fixed)
+    solves = solves_for_state(op, fixed)
     sizes = {i: body.avals[body.inputs[i]].size for i in found if i in state}
     keep = {}
     for i in found:
@@ -35,8 +37,8 @@ def inputs_of_body(
             keep[i] = "belongs to a tensor outside"
         elif solves:
             keep[i] = "it must fit what the loop is run on"
-        elif _is_infinite(outer[i], infinite):
-            keep[i] = "begins as an infinity, or as good as one"
+        elif body.inputs[i] in body.infinite:
+            keep[i] = "it holds an infinity, or what is as good as one"
         elif _is_logarithm(body, body.inputs[i]):
             keep[i] = "a logarithm: its exponential is taken"
         elif _SMALL * sizes[i] <= max(sizes.values()):
@@ -72,12 +74,11 @@ def exact_outputs(graph: Graph) -> set[int]:
     return infinities(graph) | {v for v in given if _is_logarithm(graph, v)}
 
 
-def infinities(graph: Graph, inputs: Collection[int] = ()) -> set[int]:
-    """Values that an infinity is written into, or what stands for one, as -1e9.
-
-    ``inputs``: which of the graph's are.
-    """
-    found = set(inputs)
+def infinities(graph: Graph) -> set[int]:
+    """Values that an infinity is written into, or what stands for one, as -1e9."""
+    spans = find_spans(graph)
+    large = {v for v, span in spans.items() if is_large(span)}
+    found = {v for v in large if is_float(graph.avals[v])}.union(graph.infinite)
     for op in graph.ops:
         infinite = [_is_infinite(v, found) for v in op.ins]
         if op.kind in ("max", "min"):
@@ -85,31 +86,54 @@ def infinities(graph: Graph, inputs: Collection[int] = ()) -> set[int]:
         elif op.kind in LAYOUT | _SHIFTS | _EXTREMES or op.kind == "scatter-add":
             outs = op.outs if any(infinite) else ()
         else:
-            outs = [op.outs[i] for i in _infinite_outputs(op, infinite)]
+            outs = [op.outs[i] for i in _infinite_outputs(op, infinite, spans)]
         found.update(v for v in outs if is_float(graph.avals[v]))
     return found
 
 
+def known_inside(graph: Graph, op: Op, body: Graph) -> Graph:
+    """A loop's or branch's body, with what the graph tells of its inputs."""
+    found, spans = infinities(graph), find_spans(graph)
+    outer = op.ins[1 if op.kind == "cond" else 0 :]
+    infinite = [_is_infinite(v, found) for v in outer]
+    body, _ = _told(op, body, infinite, [span_of(v, spans) for v in outer])
+    return body
+
+
 def _is_infinite(value: Value, found: Collection[int]) -> bool:
     if isinstance(value, Literal):
-        return is_float(value.aval) and abs(value.val) >= _INFINITE
+        span = span_of(value, {})
+        return is_float(value.aval) and span is not None and is_large(span)
     return value in found
 
 
-def _infinite_outputs(op: Op, infinite: Sequence[bool]) -> set[int]:
+def _infinite_outputs(
+    op: Op, infinite: Sequence[bool], spans: Mapping[int, Span]
+) -> set[int]:
     """Which they are, of an operation with bodies."""
-    state, found = state_of(op), set()
+    found = set()
     for body, first in bodies(op):
-        inputs = {v for v, i in zip(body.inputs, infinite[first:], strict=True) if i}
-        while True:
-            inside = infinities(body, inputs)
-            ends = {i for i, v in enumerate(body.outputs) if _is_infinite(v, inside)}
-            again = {body.inputs[i] for i, end in state.items() if end in ends}
-            if again <= inputs:
-                break
-            inputs |= again
-        found |= ends
+        outer = [span_of(v, spans) for v in op.ins[first:]]
+        found |= _told(op, body, infinite[first:], outer)[1]
     return found
+
+
+def _told(
+    op: Op, body: Graph, infinite: Sequence[bool], spans: Sequence[Span | None]
+) -> tuple[Graph, set[int]]:
+    """A body with what is known of its inputs; which of its outputs are infinite."""
+    state = state_of(op)
+    inputs = {v for v, i in zip(body.inputs, infinite, strict=True) if i}
+    outer = enumerate(zip(body.inputs, spans, strict=True))
+    same = {v: span for i, (v, span) in outer if span and i not in state}
+    while True:
+        body = replace(body, spans=same, infinite=inputs)
+        inside = infinities(body)
+        ends = {i for i, v in enumerate(body.outputs) if _is_infinite(v, inside)}
+        again = {body.inputs[i] for i, end in state.items() if end in ends}
+        if again <= inputs:
+            return body, ends
+        inputs = inputs | again
 
 
 def _is_logarithm(graph: Graph, value: int) -> bool:

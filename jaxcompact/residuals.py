@@ -80,7 +80,11 @@ def _infinite(recording: Recording) -> set[Source]:
     """Residuals that an infinity is written into by the rule that makes them."""
     if not recording.trees:
         return set()
-    graph = graph_of(recording.program.jaxpr)
+    graph, outer = graph_of(recording.program.jaxpr), recording.graph
+    same = graph.inputs[len(recording.program.consts) :]
+    inner = dict(zip(outer.inputs, same, strict=True))
+    graph.spans = {inner[v]: span for v, span in outer.spans.items()}
+    graph.infinite = {inner[v] for v in outer.infinite}
     found = infinities(graph)
     made = graph.outputs[len(recording.graph.outputs) :]
     pairs = zip(recording.sources, made, strict=True)

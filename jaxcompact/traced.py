@@ -23,7 +23,7 @@ from jaxcompact.graph import (
     renewed,
     zeros,
 )
-from jaxcompact.loops import inputs_of_body
+from jaxcompact.loops import inputs_of_body, known_inside
 from jaxcompact.norms import Norm
 from jaxcompact.outputs import Outputs, even
 from jaxcompact.policy import ChoosesActions
@@ -128,7 +128,7 @@ class Traced:
         return op.bind(*values, jaxpr=jaxpr)
 
     def _body(self, op: Op, index: int, jaxpr: Any) -> "Traced":
-        graph, label = joined(graph_of(jaxpr)), op.name
+        graph, label = known_inside(self.graph, op, joined(graph_of(jaxpr))), op.name
         if op.kind == "cond":
             label = f"{label}.{index}"
         names, keep = inputs_of_body(self.graph, self.names, op, graph)

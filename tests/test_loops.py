@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxcompact.policies import uniform
@@ -114,16 +115,26 @@ def test_the_small_state_of_a_loop_is_stored_as_it_is():
     assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
 
 
+BEGINS = {
+    "written": lambda rows, largest: rows.at[0].set(-largest),
+    "multiplied": lambda rows, largest: rows.at[1].set(-largest * rows[0]),
+    "added": lambda rows, largest: rows.at[0].set(2 - (rows[0] + largest)),
+    "closed over": lambda rows, largest: rows.at[:1].set(np.float32([[-largest]])),
+    "a logarithm": lambda rows, largest: jnp.log(rows - jnp.eye(2, 64)),
+}
+
+
+@pytest.mark.parametrize("begin", BEGINS)
 @pytest.mark.parametrize("largest", [jnp.inf, 1e9])
-def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is(largest):
+def test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is(largest, begin):
     def step(top, x):
         new = jnp.maximum(top, x)
         return new, jax.nn.sigmoid(top - new)
 
     def fun(w, x):
         x = (x @ w[0]).reshape(4, 2, 64)
-        begin = jnp.full_like(x[0], 1.0).at[0].set(-largest)
-        return jax.lax.scan(step, begin, x)[1] * x
+        rows = BEGINS[begin](jnp.ones_like(x[0]), largest)
+        return jax.lax.scan(step, rows, x)[1] * x
 
     exact = jax.grad(weighted(fun))(LAYERS, X)
     small = checkpointed(fun, uniform(Q8))
@@ -147,6 +158,46 @@ def forward_algorithm(w, x, fill):
 
     start = jnp.full((2, 64), fill).at[:, 0].set(0.0)
     return jax.lax.scan(step, start, (x @ w[0]).reshape(4, 2, 64))[0]
+
+
+@pytest.mark.parametrize("largest", [jnp.inf, 1e9])
+def test_what_a_loop_writes_beside_its_state_is_stored_as_it_is(largest):
+    """Soft dynamic time warping: a constant of its own, and a loop in the loop."""
+
+    def softmin(*costs):
+        return -jax.nn.logsumexp(-jnp.stack(costs), axis=0)
+
+    def cell(left, given):
+        up, corner, cost = given
+        new = cost + softmin(left, up, corner)
+        return new, new
+
+    def row(last, costs):
+        given = last[1:], last[:-1], costs
+        _, new = jax.lax.scan(cell, jnp.float32(largest), given)
+        return jnp.concatenate([jnp.array([largest]), new]), None
+
+    def fun(w, x):
+        costs = (x @ w[0]) ** 2 / 64
+        begin = jnp.concatenate([jnp.zeros(1), largest * jnp.ones(64)])
+        return jax.lax.scan(row, begin, costs)[0][None, 1:] * x
+
+    exact = jax.grad(weighted(fun))(LAYERS, X)
+    small = checkpointed(fun, uniform(Q8))
+    assert relative(jax.grad(weighted(small))(LAYERS, X), exact) < 0.03
+
+
+@pytest.mark.parametrize("table", [np.linspace(0, 1e5, 64), np.linspace(0, 1, 64)])
+def test_a_loops_state_that_begins_as_data_is_encoded(table):
+    """Closed over: of large values several, or none."""
+    begin = np.tile(table.astype(np.float32), (2, 1))
+
+    def fun(w, x):
+        step = lambda s, x: (jnp.tanh(s) @ w[1] + x, None)  # noqa: E731
+        return jax.lax.scan(step, begin, (x @ w[0]).reshape(4, 2, 64))[0]
+
+    held = crossing(checkpointed(fun, uniform(Q4)), LAYERS, X)
+    assert max(aval.dtype.itemsize for aval in held) < 4
 
 
 @pytest.mark.parametrize("fill", [-3.0, -1e5])

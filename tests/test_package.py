@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
     {"projection", "kinds", "choices", "sources"},
-    {"differences", "hoisting", "sketched", "solving"},
+    {"differences", "hoisting", "sketched", "solving", "spans"},
     {
         "linear",
         "limiter",
