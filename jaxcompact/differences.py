@@ -35,7 +35,7 @@ _GROUP = 64  # entries that are rounded together, by default
 
 
 def find_differences(
-    graph: Graph, data: Set[int], fixed: Set[int], moving: Set[int] | None = None
+    graph: Graph, data: Set[int], fixed: Set[int], moving: Set[int]
 ) -> tuple[set[int], set[int]]:
     """Those, made of ``data``, whose squares the graph gives, or the like: losses.
 
@@ -93,7 +93,7 @@ def _has_data(
     graph: Graph,
     made_by: Mapping[int, Op],
     fixed: Set[int],
-    moving: Set[int] | None,
+    moving: Set[int],
 ) -> bool:
     """Whether a sum is one of a prediction and data: a target's negative, noise.
 
@@ -105,7 +105,7 @@ def _has_data(
     size = graph.avals[op.outs[0]].size
     terms = [(v, _behind(v, made_by)) for v in op.reads]
     for (value, behind), (_, other) in zip(terms, terms[::-1], strict=True):
-        if moving is not None and moving.isdisjoint(behind):
+        if moving.isdisjoint(behind):
             whole = graph.avals[narrow(value, made_by)].size == size
             if whole or value not in fixed:  # no bias that is frozen
                 return True

@@ -239,6 +239,24 @@ def _parts_of_scan(op: Op) -> list[int]:
     return [len(t.vals) for t in op.eqn.params["ft_in"].unpack()]
 
 
+def moving_values(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
+    """The values on a path from the differentiated inputs to the outputs."""
+
+    def floating(value):
+        return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
+
+    inputs = zip(graph.inputs, perturbed, strict=True)
+    moving = {v for v, p in inputs if p and floating(v)}
+    for op in graph.ops:
+        if op.kind != "stop_gradient" and not moving.isdisjoint(op.reads):
+            moving.update(v for v in op.outs if floating(v))
+    reaching = {v for v in graph.outputs if isinstance(v, int)}
+    for op in reversed(graph.ops):
+        if op.kind != "stop_gradient" and not reaching.isdisjoint(op.outs):
+            reaching.update(op.reads)
+    return moving & reaching
+
+
 def tie[T](tree: T) -> T:
     """All arrays of a tree, none of which XLA makes or reads apart from the others.
 

@@ -1,6 +1,6 @@
 """The forward pass of a traced function with all that may be stored of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -133,21 +133,3 @@ class Recording:
 
         x = env[function.root]
         return jax.jvp(of_root, (x,), (jnp.ones_like(x),))[1]
-
-
-def moving_values(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
-    """The values on a path from the differentiated inputs to the outputs."""
-
-    def floating(value):
-        return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
-
-    inputs = zip(graph.inputs, perturbed, strict=True)
-    moving = {v for v, p in inputs if p and floating(v)}
-    for op in graph.ops:
-        if op.kind != "stop_gradient" and not moving.isdisjoint(op.reads):
-            moving.update(v for v in op.outs if floating(v))
-    reaching = {v for v in graph.outputs if isinstance(v, int)}
-    for op in reversed(graph.ops):
-        if op.kind != "stop_gradient" and not reaching.isdisjoint(op.outs):
-            reaching.update(op.reads)
-    return moving & reaching

@@ -14,7 +14,7 @@ from typing import Any
 from jaxcompact.backward import Backward
 from jaxcompact.codecs import Codec
 from jaxcompact.forward import Forward
-from jaxcompact.graph import Graph, Op, graph_of, on_host, renewed
+from jaxcompact.graph import Graph, Op, graph_of, moving_values, on_host, renewed
 from jaxcompact.policy import (
     Action,
     ChoosesActions,
@@ -24,7 +24,7 @@ from jaxcompact.policy import (
     action_of,
 )
 from jaxcompact.program import Program
-from jaxcompact.recording import Recording, moving_values
+from jaxcompact.recording import Recording
 from jaxcompact.residuals import find_residuals
 from jaxcompact.sources import Choice, Residual, Slope, Source
 from jaxcompact.tensors import Tensor, Tensors
@@ -78,7 +78,7 @@ class Replay:
         self.keep, self.prefix = keep, prefix
         statistics = getattr(policy, "statistics", False)
         self.moving = moving_values(graph, perturbed)
-        self.tensors = Tensors(graph, names, known, statistics, self.moving)
+        self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
         self.slopes = {
             v

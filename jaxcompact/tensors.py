@@ -35,6 +35,7 @@ from jaxcompact.kinds import (
 )
 from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts
+from jaxcompact.phases import find_phases
 from jaxcompact.scores import find_attention, is_product, multiplies
 from jaxcompact.solving import solves_for_state
 from jaxcompact.sums import find_sums
@@ -71,7 +72,8 @@ class Tensor:
         divisor: others are divided by it, a logarithm or root is taken of it, it
             belongs to a matrix factorization or solve, or holds infinities or
             logarithms that a loop has added up, or its cosine with another is given,
-            or it is a difference that is scaled: small errors of it may be large ones.
+            or it is a difference that is scaled, or angles whose sines are taken: small
+            errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute.
         exponent: an exponential is taken of it, or of what is cheaply made of it; or a
@@ -127,8 +129,8 @@ class Tensors:
         graph: the function.
         inputs: name of each input that is no parameter.
         known: whether it is known which inputs are parameters.
+        moving: its values with cotangents (`moving_values`).
         statistics: whether sums and maxima over many entries are candidates.
-        moving: values that are differentiated, if it is known.
 
     Attributes:
         found: value -> `Tensor`.
@@ -144,8 +146,8 @@ class Tensors:
         graph: Graph,
         inputs: Mapping[int, str],
         known: bool,
+        moving: Set[int],
         statistics: bool = False,
-        moving: Set[int] | None = None,
     ):
         self.graph, self.known, self.statistics = graph, known, statistics
         self.found: dict[int, Tensor] = {}
@@ -184,6 +186,7 @@ class Tensors:
         exponents = find_exponents(graph, self.fixed, stored) | enlarged
         steep = bells | find_angles(graph, self.data) | find_expanded(graph, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
+        phases, again = find_phases(graph, self.fixed, moving, stored)
         made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:
             tensor, op = self.found[value], made_by.get(value)
@@ -193,9 +196,13 @@ class Tensors:
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
                 exponent=value in exponents,
-                divisor=tensor.divisor or value in divisors or kind in LINEAR_ALGEBRA,
+                divisor=tensor.divisor
+                or value in divisors | phases
+                or kind in LINEAR_ALGEBRA,
                 # A softmax over segments is then normalized as its terms are rounded.
-                cheap=tensor.cheap or (value in divisors and kind == "scatter-add"),
+                cheap=tensor.cheap
+                or value in again
+                or (value in divisors and kind == "scatter-add"),
             )
 
     def _add(self, value: int, **fields: Any) -> None:

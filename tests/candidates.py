@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
+from jaxcompact.graph import moving_values
 from jaxcompact.tensors import Tensors
 
 S = jax.ShapeDtypeStruct
@@ -16,7 +17,8 @@ def candidates(fun, *args, params=0, **kwargs):
     """Name -> `Tensor`, of a function whose first argument is its parameters."""
     wrapped = jc.checkpoint(fun, policy=jc.Policy(), params=params)
     traced, _ = TRACERS[wrapped](args, kwargs)
-    found = Tensors(traced.graph, traced.names, traced.known).found.values()
+    moving = moving_values(traced.graph, [True] * len(traced.graph.inputs))
+    found = Tensors(traced.graph, traced.names, traced.known, moving).found.values()
     names = [tensor.name for tensor in found]
     assert len(set(names)) == len(names), names
     return {tensor.name: tensor for tensor in found}

@@ -32,6 +32,7 @@ LAYERS = (
         "sums",
         "parts",
         "loops",
+        "phases",
         "outputs",
         "schedule",
         "regions",
