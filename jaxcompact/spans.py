@@ -64,7 +64,7 @@ def spans_of(arrays: Mapping[int, Any]) -> dict[int, Span]:
             continue
         with jax.ensure_compile_time_eval():
             least, most, *large = map(float, _extremes(x))
-        if large[0] >= large[1]:
+        if least <= most and large[0] >= large[1]:
             found[value] = least, most
     return found
 

@@ -59,9 +59,10 @@ class Tensor:
         where: the line that made it, ``"mlp.py:41"``.
         frozen: an input that is not differentiated: data, a mask, a table. Kept by
             reference it takes no memory while its owner lives.
-        cheap: it is made of other candidates without an expensive operation; or, with
-            ``divisor``, it must fit what these make when they are rounded: the sums of
-            a softmax over segments, all of a loop as Sinkhorn's or Newton's.
+        cheap: it is made of other candidates without an expensive operation, or an
+            angle, made of few numbers; or, with ``divisor``, it must fit what these
+            make when they are rounded: the sums of a softmax over segments, all of a
+            loop as Sinkhorn's or Newton's.
         discrete: what it is made of is rounded away: made again from decoded values it
             could come out different.
         limit: for integers known to lie in ``[0, limit)``.

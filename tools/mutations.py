@@ -94,6 +94,21 @@ MUTATIONS = [
         "::test_of_a_row_that_decodes_to_zero_the_norm_is_the_stored_one",
     ),
     Mutation(
+        "angles are rounded",
+        "jaxcompact/tensors.py",
+        "or value in divisors | phases",
+        "or value in divisors",
+        "tests/test_phases.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "an infinity that constants make is none",
+        "jaxcompact/loops.py",
+        "found = {v for v in large if is_float(graph.avals[v])}.union(graph.infinite)",
+        "found = set(graph.infinite)",
+        "tests/test_loops.py"
+        "::test_a_loops_state_that_begins_as_an_infinity_is_stored_as_it_is",
+    ),
+    Mutation(
         "logits have four bits",
         "jaxcompact/tensors.py",
         "exponent=value in exponents,",
