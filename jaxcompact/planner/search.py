@@ -127,18 +127,14 @@ def plan_step(
     device = here() if device is None else device
     card, limit = find_device(device), budget_bytes(budget, device)
     say = saying(progress)
-    runs = layers_of(make_step, policies.int4())
-    if layers is None:
-        layers = max(1, runs)
-    elif runs not in (0, layers):
-        say(f"layers is {layers}, but the step runs the block {runs} times at once")
     if present(card):
         say(f"operations are timed on this machine's {card.name}, if they were not yet")
-    found = sensitivity
+    found, runs = sensitivity, 0
     for left in reversed(range(_PLANS)):
         allowed = max_error if left else 0.0
         traces, asked = problem_of(make_step, card, allowed, found, codecs)
-        best = _fastest(make_step, layers, limit, device, allowed, traces, asked, say)
+        runs = runs or _runs(make_step, layers, say)
+        best = _fastest(make_step, runs, limit, device, allowed, traces, asked, say)
         if found is None:
             return best
         measured = found.under(best.actions)
@@ -148,6 +144,18 @@ def plan_step(
         say(f"its gradient error is {error:.2%}, expected {best.error:.2%}")
         found = found.no_less_than(measured, codecs)
     raise AssertionError("an exact plan has no error")
+
+
+def _runs(
+    make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    layers: int | None,
+    say: Callable[[str], Any],
+) -> int:
+    """The layers that are given, or how many the step has."""
+    found = layers_of(make_step, policies.int4())
+    if layers and found not in (0, layers):
+        say(f"layers is {layers}, but the step runs the block {found} times at once")
+    return layers or max(1, found)
 
 
 def _fastest(

@@ -28,7 +28,7 @@ def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
 
     lines = []
     found = jc.plan_step(make_step, budget="160MiB", progress=lines.append)
-    counted, traced, sized, *compiled = seen
+    traced, counted, sized, *compiled = seen
     assert len(compiled) == len(lines) and found in compiled
     assert found.peak_bytes <= 160 * MIB
 
