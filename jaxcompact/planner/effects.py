@@ -14,6 +14,8 @@ from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.policy import Action, ChoosesActions, Policy, written
 
+_LOST = 1e6  # a thousand times the gradient
+
 
 @dataclass(frozen=True)
 class Effect:
@@ -113,12 +115,16 @@ class Sensitivity:
         _require_actions(actions)
         return self.measure(actions) if self.measure else self
 
-    def in_all(self, moved: Any) -> "Sensitivity":
-        """Effects of one codec each, whose sum is at least that."""
+    def in_all(self, moved: float) -> "Sensitivity":
+        """Effects of one codec each, whose sum is at least that.
+
+        What is not finite is more than any plan may have.
+        """
+        moved = moved if math.isfinite(moved) else _LOST
         total = sum(
             e for effect in self.effects.values() for e in effect.errors.values()
         )
-        ratio = max(1.0, float(moved) / total) if total else 1.0
+        ratio = max(1.0, moved / total) if total else 1.0
         effects = {
             name: replace(
                 effect, errors={c: e * ratio for c, e in effect.errors.items()}

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import checkpoint_policies as saves
 
-from jaxcompact import policies
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device, here
@@ -157,7 +156,7 @@ def front(
     device = here() if device is None else device
     card = find_device(device)
     if layers is None:
-        layers = max(1, layers_of(make_step, policies.int4()))
+        layers = max(1, layers_of(make_step))
     traces, lossy = problem_of(make_step, card, max_error, sensitivity, codecs)
     _, exact = problem_of(make_step, card, 0.0, sensitivity, codecs)
     others = [

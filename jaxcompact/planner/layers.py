@@ -7,7 +7,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxcompact.memory.functions import made_by
-from jaxcompact.policy import ChoosesActions
+from jaxcompact.policy import ChoosesActions, Policy
 
 _FORWARD, _BACKWARD = "_forward", "_backward"  # jitted functions of `traced.Plan`
 
@@ -22,14 +22,13 @@ class _Runs(NamedTuple):
 
 def layers_of(
     make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
-    policy: ChoosesActions,
 ) -> int:
     """Forward passes of what is checkpointed before their backward passes begin.
 
     Where both are in one loop, over microbatches, those of one round. 0 if it is not
     differentiated.
     """
-    step, args = made_by(make_step, "make_step", "step", policy)
+    step, args = made_by(make_step, "make_step", "step", Policy())
     return _runs(jax.make_jaxpr(step)(*args).jaxpr).held
 
 

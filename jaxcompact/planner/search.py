@@ -129,12 +129,12 @@ def plan_step(
     say = saying(progress)
     if present(card):
         say(f"operations are timed on this machine's {card.name}, if they were not yet")
-    found, runs = sensitivity, 0
+    found, held = sensitivity, 0
     for left in reversed(range(_PLANS)):
         allowed = max_error if left else 0.0
         traces, asked = problem_of(make_step, card, allowed, found, codecs)
-        runs = runs or _runs(make_step, layers, say)
-        best = _fastest(make_step, runs, limit, device, allowed, traces, asked, say)
+        held = held or _layers(make_step, layers, say)
+        best = _fastest(make_step, held, limit, device, allowed, traces, asked, say)
         if found is None:
             return best
         measured = found.under(best.actions)
@@ -146,13 +146,13 @@ def plan_step(
     raise AssertionError("an exact plan has no error")
 
 
-def _runs(
+def _layers(
     make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
     layers: int | None,
     say: Callable[[str], Any],
 ) -> int:
     """The layers that are given, or how many the step has."""
-    found = layers_of(make_step, policies.int4())
+    found = layers_of(make_step)
     if layers and found not in (0, layers):
         say(f"layers is {layers}, but the step runs the block {found} times at once")
     return layers or max(1, found)

@@ -209,7 +209,9 @@ def _prepared(
         def under(actions: Mapping[str, Action]) -> Sensitivity:
             plan = prepared_under(tuple(actions.items()))
             found = plan.measure(key, *args)
-            return found if plan.encodes_nothing else found.in_all(plan.moved(*leaves))
+            if plan.encodes_nothing:
+                return found
+            return found.in_all(float(plan.moved(*leaves)))
 
         return Sensitivity(block, policy, effects, under)
 

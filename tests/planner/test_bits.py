@@ -66,6 +66,15 @@ def test_what_was_not_measured_counts_in_proportion():
     assert only.error(jc.Quantized(4)) == 0
 
 
+@pytest.mark.parametrize("moved", [0.0, 0.5, math.nan, math.inf])
+def test_effects_are_no_less_than_all_do_together(moved):
+    codec = jc.Quantized(4)
+    errors = [e * 4**codec.bits for e in (0.01, 0.03)]
+    found = made_up(errors, [64, 64], [codec]).in_all(moved)
+    total = sum(effect.errors[codec] for effect in found.effects.values())
+    assert total == pytest.approx(max(0.04, moved) if moved < 1 else 1e6)
+
+
 def test_what_there_is_is_used():
     """GACT's own allocation uses 2.75 of 4 bits here."""
     found = made_up([1e10, 1, 1, 1, 1, 1, 1, 1], [4096] * 8)

@@ -73,7 +73,7 @@ def test_layers_are_counted(make, layers):
     def make_step(policy):
         return make(jc.checkpoint(block, policy=policy, params=0))
 
-    assert layers_of(make_step, jc.policies.int4()) == layers
+    assert layers_of(make_step) == layers
 
 
 def test_a_plan_says_where_another_number_was_given():
