@@ -1,49 +1,109 @@
 """Sums whose terms nothing else reads: one tensor to store in place of several."""
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
+import numpy as np
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, is_float
-from jaxcompact.kinds import BLOCKS
+from jaxcompact.kinds import BLOCKS, expensive
 
-_SUMS = frozenset("add add_any convert_element_type neg sub".split())
+_ADDITIONS = frozenset("add add_any sub".split())
+_SUMS = _ADDITIONS | {"convert_element_type", "neg"}
+# Of what they make a few entries may be far larger than all others.
+_STEEP = frozenset("exp exp2 integer_pow log log1p pow square tan".split())
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """``op`` made its last addition; ``whole``: a stream is in it."""
+
+    op: Op
+    terms: tuple[int, ...]
+    whole: bool = False
 
 
 def find_sums(
     graph: Graph,
     readers: Mapping[int, list[Op]],
     fixed: Collection[int],
+    moving: Collection[int],
     candidates: Collection[int],
-) -> dict[Op, list[int]]:
-    """The last addition of each sum, and the two or more of the candidates in it.
+    streams: Collection[int],
+) -> dict[Op, tuple[int, ...]]:
+    """The last addition of each sum, and the candidates in it.
 
-    Terms, as of products, may be multiplied by constants, converted to other floats,
-    and added to each other and to ``fixed`` values. All that reads one of them is
-    linear, of a constant slope: no gradient needs it.
+    Terms, as of products, may be multiplied by what has no cotangent, dropped out,
+    converted to other floats, and added to each other and to ``fixed`` values. All that
+    reads one of them is linear: no gradient needs it.
+
+    There are two or more of them, or one that is added to one of ``streams``, values
+    made of candidates, as a residual stream is. Made again of its terms such a sum is
+    made of those of all layers before it, in each layer.
     """
-    constants = graph.independent_of(graph.inputs)
-    sums: dict[int, tuple[Op, list[int]]] = {}
+    still = {v for v in range(len(graph.avals)) if v not in moving}
+    zeros = {
+        op.outs[0]
+        for op in graph.ops
+        if op.kind == "broadcast_in_dim" and _is_zero(op.ins[0])
+    }
+    sums: dict[int, _Sum] = {}
 
     for op in graph.ops:
-        moving = {v for v in op.reads if v not in fixed}
+        read = {v for v in op.reads if v not in fixed and v not in zeros}
         single = len(op.outs) == 1 and op.kind not in BLOCKS
         if single and op.outs[0] in candidates:
-            sums[op.outs[0]] = op, [*op.outs]
-        elif (
-            all(v in sums and len(readers[v]) == 1 for v in moving)
-            and moving
-            and _is_linear(op, graph, moving, constants)
-        ):
-            joined = [sums.pop(v) for v in moving]
-            terms = [term for _, each in joined for term in each]
-            # What is done to the whole of it, as to add a mask, is done again.
-            sums[op.outs[0]] = op if len(joined) > 1 else joined[0][0], terms
-    return {op: terms for op, terms in sums.values() if len(terms) > 1}
+            sums[op.outs[0]] = _Sum(op, op.outs)
+            continue
+        terms = {v for v in read if v in sums and len(readers[v]) == 1}
+        carried = read - terms - still
+        if not (terms and single and streams.issuperset(carried)):
+            continue
+        if not _is_linear(op, graph, (*terms, *carried), still, zeros):
+            continue
+        given = tuple(term for v in sorted(terms) for term in sums[v].terms)
+        if carried and not (op.kind in _ADDITIONS and _fits(op, given, graph)):
+            continue
+        joined = [sums.pop(v) for v in terms]
+        # What is done to the whole of it, as to add a mask, is done again.
+        adds = carried or len(joined) > 1
+        sums[op.outs[0]] = _Sum(
+            op if adds else joined[0].op,
+            given,
+            bool(carried) or any(each.whole for each in joined),
+        )
+    return {s.op: s.terms for s in sums.values() if s.whole or len(s.terms) > 1}
+
+
+def find_streams(graph: Graph, stored: Collection[int]) -> set[int]:
+    """Values made of the candidates that are stored, as even as these are."""
+    found = set(stored)
+    for op in graph.ops:
+        if expensive(op) or op.kind in _STEEP:
+            continue
+        reads = op.ins[:1] if op.kind == "div" else op.ins
+        if any(isinstance(v, int) and v in found for v in reads):
+            found.update(op.outs)
+    return found
+
+
+def _is_zero(value: Value) -> bool:
+    return isinstance(value, Literal) and not np.any(value.val)
+
+
+def _fits(op: Op, terms: Collection[int], graph: Graph) -> bool:
+    """Whether what it makes takes no more than the terms."""
+    given = sum(graph.avals[v].dtype.itemsize for v in terms)
+    return graph.avals[op.outs[0]].dtype.itemsize <= given
 
 
 def _is_linear(
-    op: Op, graph: Graph, moving: Iterable[int], constants: Collection[int]
+    op: Op,
+    graph: Graph,
+    moving: Iterable[int],
+    still: Collection[int],
+    zeros: Collection[int],
 ) -> bool:
     """Whether it makes one array, a sum of multiples of those that move."""
     avals = [graph.avals[v] for v in (*moving, *op.outs)]
@@ -51,9 +111,14 @@ def _is_linear(
         return False
 
     def constant(value: Value) -> bool:
-        return isinstance(value, Literal) or value in constants
+        return isinstance(value, Literal) or value in still
 
     if op.kind in ("div", "mul"):
         x, y = op.ins
         return constant(y) or (op.kind == "mul" and constant(x))
+    if op.kind == "select_n":
+        which, *cases = op.ins
+        return constant(which) and not any(
+            constant(v) and not (_is_zero(v) or v in zeros) for v in cases
+        )
     return op.kind in _SUMS

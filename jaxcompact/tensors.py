@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
+from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
     find_angles,
     find_differences,
@@ -38,7 +39,7 @@ from jaxcompact.parts import find_parts
 from jaxcompact.phases import find_phases
 from jaxcompact.scores import find_attention, is_product, multiplies
 from jaxcompact.solving import solves_for_state
-from jaxcompact.sums import find_sums
+from jaxcompact.sums import find_streams, find_sums
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
@@ -171,8 +172,9 @@ class Tensors:
         for op in graph.ops:
             self._add_outputs(op)
         self._add_names()
-        self._move_to_sums()
+        self._move_to_sums(moving)
         self._move_to_parts()
+        self._cut_chains()
         enlarged = self._add_norms()
         near, bells = find_differences(graph, self.data, self.fixed, moving)
         self._add_differences(near)
@@ -295,7 +297,7 @@ class Tensors:
                         discrete=discrete,
                     )
 
-    def _move_to_sums(self) -> None:
+    def _move_to_sums(self, moving: Set[int]) -> None:
         """What is only read as a sum, as LoRA's products, is stored as that."""
         whole = {
             value
@@ -304,7 +306,14 @@ class Tensors:
             and not (tensor.cheap or tensor.discrete)
             and tensor.terms is None
         }
-        sums = find_sums(self.graph, self.readers, self.fixed, whole)
+        # Inputs that nobody called parameters, and data, are kept as they are.
+        stored = {
+            v
+            for v in whole
+            if self.found[v].kind != "input" or (self.known and v in moving)
+        }
+        streams = find_streams(self.graph, stored)
+        sums = find_sums(self.graph, self.readers, self.fixed, moving, whole, streams)
         for op, terms in sums.items():
             (value,) = op.outs
             for term in terms:
@@ -323,6 +332,16 @@ class Tensors:
             self.found[part] = replace(
                 tensor, name=name, shape=aval.shape, dtype=aval.dtype
             )
+
+    def _cut_chains(self) -> None:
+        """A residual stream, where what is added to it is read otherwise as well."""
+        stored = {
+            v
+            for v, t in self.found.items()
+            if t.floating and not (t.cheap or t.statistic)
+        }
+        for op in find_deep(self.graph, self.readers, stored):
+            self._add(op.outs[0], name=op.name, kind="op", where=op.where)
 
     def _add_norms(self) -> set[int]:
         """What rows or channels are divided by; of which loops of products give those

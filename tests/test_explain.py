@@ -30,13 +30,13 @@ def test_every_tensor_has_its_action_and_a_reason():
         "params/down": "keep",
         "x": "Quantized(bits=4)",
         "hidden": "Quantized(bits=4)",
-        "dot_general.1": "drop",
+        "add.0": "drop",
         "relu.0": "BitMask()",
     }
     assert said["hidden"].shape == (16, 128) and said["hidden"].dtype == "float32"
     assert said["hidden"].where.startswith("test_explain.py:")
     assert all(row.reason for row in said.values())
-    assert "does not read it" in said["dot_general.1"].reason
+    assert "does not read it" in said["add.0"].reason
 
 
 def test_bytes_are_those_of_the_residuals():

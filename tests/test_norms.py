@@ -119,7 +119,7 @@ def test_norms_of_what_is_stored():
     assert norms(layer) == [("x", ["add.0"])]
     assert norms(centred) == [("x", ["add.0"])]
     assert norms(as_flax_does) == [("x", ["add.0"])]
-    assert norms(two_layers) == [("x", ["add.0"])]
+    assert norms(two_layers) == [("x", ["add.0"]), ("add.1", ["add.2"])]
     assert len(norms(two_of_one)) == 1  # the other is XLA's
 
 
