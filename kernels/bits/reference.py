@@ -12,6 +12,8 @@ from operator import or_
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.kernels.explicit import gathered
+
 
 def unit(bits: int) -> int:
     """Codes that fill whole bytes: the packed axis is a multiple of it."""
@@ -38,24 +40,20 @@ def unpack(packed: jax.Array, *, bits: int, axis: int = -1) -> jax.Array:
         return packed
     if bits == 3:
         low, high = jnp.split(packed, [packed.shape[axis] * 2 // 3], axis)
-        return _of_parts(low, 2, axis) | (_of_parts(high, 1, axis) << 2)
-    return (_of_lanes if bits == 2 else _of_parts)(packed, bits, axis)
-
-
-def _of_parts(packed: jax.Array, bits: int, axis: int) -> jax.Array:
-    mask = 2**bits - 1
-    parts = [(packed >> (bits * lane)) & mask for lane in range(8 // bits)]
-    return jnp.concatenate(parts, axis)
+        return _of_lanes(low, 2, axis) | (_of_lanes(high, 1, axis) << 2)
+    return _of_lanes(packed, bits, axis)
 
 
 def _of_lanes(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     """Each byte again for each lane, by a shift that depends on the lane.
 
-    Of parts that are concatenated a GPU takes one of as many branches an entry. An
-    H200 makes SwiGLU of gate and up in 2 bits in half the time so, and XLA holds less
-    beside it; of 4 bits in 0.92 of it, and XLA holds more.
+    Of parts that are concatenated XLA's code for a GPU takes one of as many branches an
+    entry, reads each byte by itself, and joins fewer operations into one. Decoding and
+    multiplying, compiled for an H200, takes 16 instructions an entry of 4 bits in place
+    of 25, of 3 bits 25 in place of 105, of masks 28 in place of 73.
     """
     at = axis % packed.ndim
+    packed = gathered(packed, at)
     wide = jnp.expand_dims(packed, at).astype(jnp.int32)
     shape = [8 // bits if i == at else 1 for i in range(wide.ndim)]
     lane = bits * jax.lax.broadcasted_iota(jnp.int32, shape, at)
