@@ -77,8 +77,8 @@ def value_and_grad(
     (batch statistics, RNG counts) and of modules and `Rngs` among the other arguments,
     is updated in place as Flax does. See `jaxcompact.value_and_grad`.
 
-    Raises ValueError if ``fun`` writes parameters, adds some, or changes attributes of
-    a model that are no variables.
+    Raises ValueError if ``fun`` writes kernels in the subspace, adds parameters, or
+    changes attributes of a model that are no variables.
 
     >>> import jax, optax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -102,7 +102,11 @@ def value_and_grad(
     def of_model(path, value):
         return path[0] == 0 and isinstance(value, nnx.Param)
 
-    others = nnx.All(nnx.Variable, nnx.Not(of_model))
+    def sketched(path, value):
+        kernel = isinstance(value, nnx.Param) and value.get_raw_value()
+        return isinstance(kernel, SketchedKernel)
+
+    others = nnx.All(nnx.Variable, nnx.Not(sketched))
 
     def wrapped(model: nnx.Module, *args, step: jax.typing.ArrayLike, **kwargs):
         node = model, args, kwargs
@@ -127,20 +131,19 @@ def value_and_grad(
     return wrapped
 
 
-def _parts(node: Any, of_model: Callable) -> tuple[Any, list[Any], Any, Any]:
-    """A graph, its parameters, and how they and the rest are called."""
-    graphdef, params, rest = nnx.split(node, of_model, ...)
-    return graphdef, *jax.tree.flatten(params), jax.tree.structure(rest)
+def _parts(node: Any, of_model: Callable) -> tuple[Any, Any, Any]:
+    """A graph, and how its parameters and the rest are called."""
+    graphdef, *states = nnx.split(node, of_model, ...)
+    return graphdef, *map(jax.tree.structure, states)
 
 
 def _require_kept(before: tuple, after: tuple) -> None:
     """Raises ValueError where what a function changes would be lost."""
-    graphs, params, names, rests = zip(before, after, strict=True)
-    same = names[0] == names[1]
-    if not same or any(a is not b for a, b in zip(*params, strict=True)):
+    graphs, names, rests = zip(before, after, strict=True)
+    if names[0] != names[1]:
         raise ValueError(
-            "fun may change all state of a model but its parameters, which are what is "
-            "differentiated by: it has written, added or removed an nnx.Param"
+            "fun may change the values of a model's state but of kernels in the "
+            "subspace: it has written one of these, or added or removed an nnx.Param"
         )
     if rests[0] == rests[1] and graphs[0] != graphs[1]:
         raise ValueError(
