@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcompact.kernels.explicit import laid_as
+from jaxcompact.kernels.explicit import laid_as, placed_as
 from jaxcompact.paths import map_named, named_leaves, path_name
 from jaxcompact.subspace import Slot, Subspace, require_subspace
 
@@ -312,7 +312,7 @@ def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
         def project(key, w_nm):
             return laid_as(slot.projection.project(key, w_nm.T).T, w_nm)
 
-        return slot.map_layers(project, key, generation, param)
+        return placed_as(slot.map_layers(project, key, generation, param), param)
 
     return map_named(sketched, params)
 

@@ -236,7 +236,8 @@ def value_and_grad(
     takes the gradient in a P that the update does not lift with, which nothing can
     notice; nor that ``params`` are a part of the tree that the other one has, or hold
     it: names begin at its root (but for Linen's "params"); nor a `jax.vmap` over
-    parameters around one of the two alone: vmap the whole step, or what ``fun`` does.
+    parameters around one of the two alone, or a `jax.shard_map` that cuts a kernel's
+    rows or stack: vmap or map the whole step (and `init`), or what ``fun`` does.
     Derivatives of ``grads`` lack what goes through x in ``P^T G``: take curvature of
     ``fun`` and plain kernels.
 

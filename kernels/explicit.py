@@ -97,6 +97,22 @@ def laid_as(
     return jax.sharding.reshard(x, jax.NamedSharding(mesh, kept))
 
 
+def placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """As `laid_as`, of arrays whose types do not say how they lie."""
+    arrays = not any(isinstance(a, jax.core.Tracer) for a in (x, other))
+    sharding = getattr(other, "sharding", None) if arrays else None
+    if typed(other) or not isinstance(sharding, jax.NamedSharding):
+        return x
+    spec, sizes = [*sharding.spec], sharding.mesh.shape
+    spec += [None] * (other.ndim - len(spec))
+
+    def dividing(size: int, shared: Any) -> Any:
+        return None if size % math.prod(sizes[n] for n in names([shared])) else shared
+
+    kept = jax.P(*map(dividing, x.shape, spec[-x.ndim :]))
+    return jax.device_put(x, jax.NamedSharding(sharding.mesh, kept))
+
+
 def beside(weight: jax.Array, x: jax.Array) -> jax.Array:
     """``weight``, gathered over what of the mesh shares all but x's last axis.
 

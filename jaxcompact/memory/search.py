@@ -104,7 +104,10 @@ def largest_batch(
         if fails is not None and fails - fits <= max(1, _NEAR * fits):
             break
         if fits > _MOST:
-            raise ValueError(f"a batch of {fits * multiple} fits: it takes no memory")
+            raise ValueError(
+                f"a batch of {fits * multiple} fits: the peak does not grow with it "
+                f"(does make_step use its batch?)"
+            )
         ends = sorted(peaks)[-2:] if fails is None else (fits, fails)
         guess = _meeting(limit, *((c, peaks[c].peak_bytes) for c in ends))
         if fails is None:

@@ -252,3 +252,32 @@ def test_in_a_shard_map_sketches_are_those_of_plain_gradients(way, codec):
     bound = 1e-6 if codec is None else float(jnp.abs(expected).max()) / 50
     np.testing.assert_allclose(found["a"], expected, rtol=0, atol=bound)
     np.testing.assert_allclose(found["b"], plain["b"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kernel", [(64, 96), (3, 64, 96), (64, 90)])
+def test_the_state_lies_as_the_kernels_do(kernel, axes):
+    """Also where types say nothing of it, from the beginning and after an update."""
+    axis_type = getattr(jax.sharding.AxisType, axes)
+    with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(axis_type,))):
+        spec = PartitionSpec(*[None] * (len(kernel) - 2), "d")
+        params = {"w": jax.device_put(normal(0, *kernel), spec)}
+        tx = jc.subspace_adamw(
+            1e-3, jc.Subspace({"w": jc.Projection(16)}, jax.random.key(0))
+        )
+        state = tx.init(params)
+        sketch = jax.device_put(jnp.ones((*kernel[:-2], 16, kernel[-1])), spec)
+        _, later = jax.jit(tx.update)({"w": sketch}, state, params)
+        for leaf in jax.tree.leaves((state, later)):
+            if leaf.ndim > 1:
+                assert leaf.sharding.is_equivalent_to(sketch.sharding, leaf.ndim)
+
+
+def test_what_does_not_divide_is_not_shared():
+    with jax.set_mesh(
+        jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    ):
+        params = {"w": jax.device_put(normal(0, 64, 96), PartitionSpec("d"))}
+        space = jc.Subspace({"w": jc.Projection(18)}, jax.random.key(0))
+        state = jc.subspace_adamw(1e-3, space).init(params)
+        assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))

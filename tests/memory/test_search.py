@@ -152,5 +152,5 @@ def test_what_is_no_step(made, got):
 
 
 def test_a_step_that_takes_no_memory():
-    with pytest.raises(ValueError, match="a batch of .* fits: it takes no memory"):
+    with pytest.raises(ValueError, match="a batch of .* fits: the peak does not grow"):
         search_in(lambda batch: 10, 100)
