@@ -42,7 +42,8 @@ class Schedule:
       its reader needs where that is in memory in any case; one that lies in the host's
       memory is fetched as early as XLA likes;
     - a light one, and what is elementwise made of it, is not kept while an expensive
-      operation runs, but made again for what reads it afterwards;
+      operation runs, but made again for what reads it afterwards, unless that wants it
+      in memory as well: to write it again takes longer than to keep it;
     - a matrix product among the outputs is made where its operands are, and shared by
       the devices at once where they are to have a part of it each;
     - where XLA splits the program nothing waits for a product that is added to another:
@@ -72,6 +73,14 @@ class Schedule:
             if fused and self.chain.isdisjoint(op.outs):
                 if not self.light.isdisjoint(op.reads):
                     self.light.update(op.outs)
+        readers = _readers(ops)
+        # What reads it in memory, and other names for it that those alone read.
+        self.keeping = set(filter(_keeps, ops))
+        for op in reversed(ops):
+            behind = [reader for v in op.outs for reader in readers[v]]
+            same = renames(op) or op.kind == "stop_gradient"
+            if same and behind and self.keeping.issuperset(behind):
+                self.keeping.add(op)
         self.final = {v for v in graph.outputs if not isinstance(v, Literal)}
         for op in reversed(ops):
             same = renames(op) or op.kind == "convert_element_type"
@@ -118,7 +127,7 @@ class Schedule:
     def _prepare(self, value: int, env: dict[int, Any], op: Op | None) -> None:
         stale = value in self.light and self.stages.get(value) != self.stage
         missing = value in self.later and value not in self.stages
-        if missing or (stale and op is not None and not _keeps(op)):
+        if missing or (stale and op is not None and op not in self.keeping):
             self._make(value, env, self.reader.get(op, op))
 
     def _make(self, value: int, env: dict[int, Any], reader: Op | None) -> None:

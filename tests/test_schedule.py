@@ -86,6 +86,26 @@ def test_what_a_product_reads_is_decoded_once():
     assert len(places(backward(fun, policy, w), "_decode")) == 1
 
 
+@jax.custom_vjp
+def attended(x):
+    return jnp.tanh(x @ x.T) @ x
+
+
+attended.defvjp(
+    lambda x: ((y := attended(x)), y), lambda y, dy: ((dy @ y.reshape(N, -1)) @ y,)
+)
+
+
+def test_what_two_products_read_is_decoded_once():
+    """As attention's output, of the next weights' gradient and by attention's own rule,
+    however it is named there; between the two is one more product."""
+    eqns = backward(
+        lambda w, x: attended(x @ w[0]) @ w[1],
+        jc.Policy({"custom_vjp_call.0": INT4}, default=jc.Save()),
+    )
+    assert len(places(eqns, "_decode")) == 1
+
+
 def test_a_layer_is_decoded_after_the_layers_behind_it():
     w = normal(4, 6, N, N)
 
