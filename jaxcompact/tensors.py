@@ -25,7 +25,7 @@ from jaxcompact.differences import (
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.graph import Graph, Op, is_float, moving_values
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -172,7 +172,7 @@ class Tensors:
         for op in graph.ops:
             self._add_outputs(op)
         self._add_names()
-        self._move_to_sums(moving)
+        self._move_to_sums()
         self._move_to_parts()
         self._cut_chains()
         enlarged = self._add_norms()
@@ -297,7 +297,7 @@ class Tensors:
                         discrete=discrete,
                     )
 
-    def _move_to_sums(self, moving: Set[int]) -> None:
+    def _move_to_sums(self) -> None:
         """What is only read as a sum, as LoRA's products, is stored as that."""
         whole = {
             value
@@ -306,12 +306,10 @@ class Tensors:
             and not (tensor.cheap or tensor.discrete)
             and tensor.terms is None
         }
-        # Inputs that nobody called parameters, and data, are kept as they are.
-        stored = {
-            v
-            for v in whole
-            if self.found[v].kind != "input" or (self.known and v in moving)
-        }
+        # Inputs of which nobody said whether they are parameters are kept as they are.
+        stored = {v for v in whole if self.known or self.found[v].kind != "input"}
+        # A plan has the same tensors, whatever is differentiated.
+        moving = moving_values(self.graph, [True] * len(self.graph.inputs))
         streams = find_streams(self.graph, stored)
         sums = find_sums(self.graph, self.readers, self.fixed, moving, whole, streams)
         for op, terms in sums.items():

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
-from tests.planner.blocks import FF, LAYERS, PARAMS, D, X, block, of, relative
+from tests.planner.blocks import FF, LAYERS, MIB, PARAMS, D, X, block, of, relative
 
 HUGE = 10**400  # no float
 MADE_UP = jc.Plan("block", {"x": jc.Save()}, "h200", 2**30, 0.0, 2**20, 0.0, 2**21)
@@ -32,11 +32,14 @@ def plan(tmp_path_factory):
             options = {"layers": LAYERS, "progress": lines.append} | options
             found = jc.plan(block, PARAMS, X, budget=budget, **options)
         assert 1 <= len(lines) <= 6
-        for line in lines[2:]:  # corrected by then
+        times = [int(re.search(r"(\d+) us", line)[1]) for line in lines]
+        for i, line in enumerate(lines[2:], 2):  # corrected by then
             sizes = re.findall(r"([\d.]+) MiB[:;]? (?:\d+ us|expected)", line)
             peak, expected = map(float, sizes)
-            # What is on its way to the host is not modelled: 4 % here, 1 % without it.
-            assert abs(expected / peak - 1) < 0.05, lines
+            # What is on its way to the host, in plans that take so long, is not
+            # modelled: of this one or of that which corrected it up to one array.
+            on_its_way = 8192 * FF * 2 / MIB if max(times[i - 1 : i + 1]) > 500 else 0
+            assert abs(expected - peak) < max(0.05 * peak, on_its_way), lines
         return found
 
     return plan

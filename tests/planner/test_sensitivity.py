@@ -37,7 +37,8 @@ def exact():
 
 def test_what_is_encoded_is_what_is_measured(found):
     (names,) = {tuple(found.effects)}
-    assert names == ("x", *(f"dot_general.{i}" for i in (0, 1, 2, 5, 6, 7)))
+    products = tuple(f"dot_general.{i}" for i in (0, 1, 2, 6, 7))
+    assert {*names} == {"x", "add.1", *products}  # with the stream behind attention
     assert found.block == "block"
     for name, effect in found.effects.items():
         assert set(CODECS) <= set(effect.errors)
@@ -178,7 +179,8 @@ def test_a_plan_counts_with_it(found, exact, limit):
     assert float(error / jnp.linalg.norm(exact)) == pytest.approx(
         found.error(actions), rel=0.1, abs=1e-5
     )
-    assert (solution.noise > 0.5 * limit**2) == (limit > 0)
+    # At 0.02 all are in 8 bits, which err by 0.009; any one's next codec, by more.
+    assert (solution.noise > 0.15 * limit**2) == (limit > 0)
 
 
 def test_modules_are_arguments():
