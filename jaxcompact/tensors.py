@@ -41,6 +41,9 @@ from jaxcompact.scores import find_attention, is_product, multiplies
 from jaxcompact.solving import solves_for_state
 from jaxcompact.sums import find_streams, find_sums
 
+# A loss's difference is kept whole beside a tensor that is so many times larger.
+_SMALL = 12
+
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
 
@@ -74,8 +77,8 @@ class Tensor:
         divisor: others are divided by it, a logarithm or root is taken of it, it
             belongs to a matrix factorization or solve, or holds infinities or
             logarithms that a loop has added up, or its cosine with another is given,
-            or it is a difference that is scaled, or angles whose sines are taken: small
-            errors of it may be large ones.
+            or it is a difference that is scaled or small beside other tensors, or
+            angles whose sines are taken: small errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute.
         exponent: an exponential is taken of it, or of what is cheaply made of it; or a
@@ -371,12 +374,17 @@ class Tensors:
     def _add_differences(self, near: Set[int]) -> None:
         """Of what is near, as a prediction is to its target."""
         scaled = find_scaled(self.graph, near)
+        floating = (t.size for t in self.found.values() if t.floating)
+        little = max(floating, default=0) / _SMALL
         for op in self.graph.ops:
             for value in near.intersection(op.outs):
                 if value not in self.found:
                     self._add(value, name=op.name, kind="op", where=op.where)
                 self.found[value] = replace(
-                    self.found[value], cheap=False, near=True, divisor=value in scaled
+                    self.found[value],
+                    cheap=False,
+                    near=True,
+                    divisor=value in scaled or self.found[value].size <= little,
                 )
 
     def _add_functions(self) -> None:
