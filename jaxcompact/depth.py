@@ -3,13 +3,15 @@
 from collections.abc import Collection, Mapping
 
 from jaxcompact.graph import Graph, Op, is_float
-from jaxcompact.kinds import expensive
 
 _MOST = 4  # tensors that one of their size is made again of
 
 
 def find_deep(
-    graph: Graph, readers: Mapping[int, list[Op]], candidates: Collection[int]
+    graph: Graph,
+    readers: Mapping[int, list[Op]],
+    candidates: Collection[int],
+    expensive: Collection[Op],
 ) -> list[Op]:
     """Additions that would be made again of more than four candidates of their size.
 
@@ -18,14 +20,18 @@ def find_deep(
     made_of: dict[int, frozenset[int]] = {v: frozenset((v,)) for v in candidates}
     found = []
     for op in graph.ops:
-        of = frozenset().union(*(made_of.get(v, ()) for v in op.reads))
-        for value in op.outs if not expensive(op) else ():
+        each = [made_of[v] for v in op.reads if v in made_of]
+        if not each or op in expensive:
+            continue
+        of = frozenset().union(*each) if len(each) > 1 else each[0]
+        for value in op.outs:
             if value in candidates:
                 continue
-            size = graph.avals[value].size
-            same = sum(graph.avals[v].size == size for v in of)
             made_of[value] = of
-            if same > _MOST and _is_read(op, value, graph, readers):
+            if len(of) <= _MOST or not _is_read(op, value, graph, readers):
+                continue
+            size = graph.avals[value].size
+            if sum(graph.avals[v].size == size for v in of) > _MOST:
                 found.append(op)
                 made_of[value] = frozenset((value,))
     return found

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from jax.extend.core import Literal
@@ -73,14 +74,6 @@ class Schedule:
             if fused and self.chain.isdisjoint(op.outs):
                 if not self.light.isdisjoint(op.reads):
                     self.light.update(op.outs)
-        readers = _readers(ops)
-        # What reads it in memory, and other names for it that those alone read.
-        self.keeping = set(filter(_keeps, ops))
-        for op in reversed(ops):
-            behind = [reader for v in op.outs for reader in readers[v]]
-            same = renames(op) or op.kind == "stop_gradient"
-            if same and behind and self.keeping.issuperset(behind):
-                self.keeping.add(op)
         self.final = {v for v in graph.outputs if not isinstance(v, Literal)}
         for op in reversed(ops):
             same = renames(op) or op.kind == "convert_element_type"
@@ -127,8 +120,19 @@ class Schedule:
     def _prepare(self, value: int, env: dict[int, Any], op: Op | None) -> None:
         stale = value in self.light and self.stages.get(value) != self.stage
         missing = value in self.later and value not in self.stages
-        if missing or (stale and op is not None and op not in self.keeping):
+        if missing or (stale and op is not None and not self._holds(op)):
             self._make(value, env, self.reader.get(op, op))
+
+    @cached_property
+    def readers(self) -> dict[int, list[Op]]:
+        return _readers(self.ordered.ops)
+
+    def _holds(self, op: Op) -> bool:
+        """Whether it, or all that reads it by another name, reads it in memory."""
+        if not (renames(op) or op.kind == "stop_gradient"):
+            return _keeps(op)
+        behind = [reader for v in op.outs for reader in self.readers[v]]
+        return bool(behind) and all(map(self._holds, behind))
 
     def _make(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
         needed, ops = [value], set()

@@ -7,7 +7,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, is_float
-from jaxcompact.kinds import BLOCKS, expensive
+from jaxcompact.kinds import BLOCKS
 
 _ADDITIONS = frozenset("add add_any sub".split())
 _SUMS = _ADDITIONS | {"convert_element_type", "neg"}
@@ -28,7 +28,6 @@ def find_sums(
     graph: Graph,
     readers: Mapping[int, list[Op]],
     fixed: Collection[int],
-    moving: Collection[int],
     candidates: Collection[int],
     streams: Collection[int],
 ) -> dict[Op, tuple[int, ...]]:
@@ -42,23 +41,29 @@ def find_sums(
     made of candidates, as a residual stream is. Made again of its terms such a sum is
     made of those of all layers before it, in each layer.
     """
-    still = {v for v in range(len(graph.avals)) if v not in moving}
-    zeros = {
-        op.outs[0]
-        for op in graph.ops
-        if op.kind == "broadcast_in_dim" and _is_zero(op.ins[0])
-    }
+    # What no float is given for has no cotangent, whatever is differentiated.
+    still = {*graph.constants}
+    still.update(v for v in graph.inputs if not is_float(graph.avals[v]))
+    zeros: set[int] = set()
     sums: dict[int, _Sum] = {}
 
     for op in graph.ops:
-        read = {v for v in op.reads if v not in fixed and v not in zeros}
+        if op.kind == "broadcast_in_dim" and _is_zero(op.ins[0]):
+            zeros.update(op.outs)
+        if still.issuperset(op.reads):
+            still.update(op.outs)
         single = len(op.outs) == 1 and op.kind not in BLOCKS
         if single and op.outs[0] in candidates:
             sums[op.outs[0]] = _Sum(op, op.outs)
             continue
-        terms = {v for v in read if v in sums and len(readers[v]) == 1}
-        carried = read - terms - still
-        if not (terms and single and streams.issuperset(carried)):
+        terms = {v for v in op.reads if v in sums and len(readers[v]) == 1}
+        if not (terms and single):
+            continue
+        carried = {v for v in op.reads if v not in terms and v not in fixed} - still
+        carried -= zeros
+        if op.kind == "select_n":
+            carried.discard(op.ins[0])
+        if not streams.issuperset(carried):
             continue
         if not _is_linear(op, graph, (*terms, *carried), still, zeros):
             continue
@@ -76,14 +81,16 @@ def find_sums(
     return {s.op: s.terms for s in sums.values() if s.whole or len(s.terms) > 1}
 
 
-def find_streams(graph: Graph, stored: Collection[int]) -> set[int]:
+def find_streams(
+    graph: Graph, stored: Collection[int], expensive: Collection[Op]
+) -> set[int]:
     """Values made of the candidates that are stored, as even as these are."""
     found = set(stored)
     for op in graph.ops:
-        if expensive(op) or op.kind in _STEEP:
+        reads = op.reads if op.kind != "div" else op.reads[:1]
+        if found.isdisjoint(reads) or op.kind in _STEEP or op in expensive:
             continue
-        reads = op.ins[:1] if op.kind == "div" else op.ins
-        if any(isinstance(v, int) and v in found for v in reads):
+        if op.kind != "div" or op.ins[0] == reads[0]:
             found.update(op.outs)
     return found
 
@@ -117,8 +124,7 @@ def _is_linear(
         x, y = op.ins
         return constant(y) or (op.kind == "mul" and constant(x))
     if op.kind == "select_n":
-        which, *cases = op.ins
-        return constant(which) and not any(
-            constant(v) and not (_is_zero(v) or v in zeros) for v in cases
+        return not any(
+            constant(v) and not (_is_zero(v) or v in zeros) for v in op.ins[1:]
         )
     return op.kind in _SUMS

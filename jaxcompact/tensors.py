@@ -25,7 +25,7 @@ from jaxcompact.differences import (
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op, is_float, moving_values
+from jaxcompact.graph import Graph, Op, is_float
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -143,6 +143,7 @@ class Tensors:
         fixed: values made of parameters and constants alone. They are never encoded.
         data: values that depend on what may be encoded: inputs, and what expensive
             operations make, also of indices, keys and parameters alone.
+        expensive: operations whose results are worth storing.
         solving: loops as Sinkhorn's and Newton's (`solves_for_state`).
     """
 
@@ -158,12 +159,16 @@ class Tensors:
         self.found: dict[int, Tensor] = {}
         self.functions: dict[int, Function] = {}
         self.readers: dict[int, list[Op]] = defaultdict(list)
+        self.expensive: set[Op] = set()
         self.fixed = graph.independent_of(inputs)
         self.data = {v for v in inputs if is_float(graph.avals[v])}
         for op in graph.ops:
             for value in set(op.reads):
                 self.readers[value].append(op)
-            encoded = op.kind == "name" or (expensive(op) and not self._counts(op))
+            if expensive(op):
+                self.expensive.add(op)
+            made = op in self.expensive and not self._counts(op)
+            encoded = op.kind == "name" or made
             for value in op.outs if self.fixed.isdisjoint(op.outs) else ():
                 floating = encoded and is_float(graph.avals[value])
                 if floating or not self.data.isdisjoint(op.reads):
@@ -222,7 +227,7 @@ class Tensors:
             aval = graph.avals[value]
             floating = is_float(aval)
             name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
-            if expensive(op):
+            if op in self.expensive:
                 # Its choice is stored, by which what it read is gathered.
                 ordered = op.kind in ORDERS and discrete
                 again = ordered or self._counts(op) or op in self.solving
@@ -242,7 +247,7 @@ class Tensors:
                 fields = {"cheap": True, "statistic": True}
             else:
                 continue
-            mask = aval.dtype == bool and not expensive(op)
+            mask = aval.dtype == bool and op not in self.expensive
             kind = "mask" if mask else "op"
             self._add(value, name=name, kind=kind, where=op.where, **fields)
 
@@ -311,10 +316,8 @@ class Tensors:
         }
         # Inputs of which nobody said whether they are parameters are kept as they are.
         stored = {v for v in whole if self.known or self.found[v].kind != "input"}
-        # A plan has the same tensors, whatever is differentiated.
-        moving = moving_values(self.graph, [True] * len(self.graph.inputs))
-        streams = find_streams(self.graph, stored)
-        sums = find_sums(self.graph, self.readers, self.fixed, moving, whole, streams)
+        streams = find_streams(self.graph, stored, self.expensive)
+        sums = find_sums(self.graph, self.readers, self.fixed, whole, streams)
         for op, terms in sums.items():
             (value,) = op.outs
             for term in terms:
@@ -339,9 +342,9 @@ class Tensors:
         stored = {
             v
             for v, t in self.found.items()
-            if t.floating and not (t.cheap or t.statistic)
+            if not (t.cheap or t.statistic) and t.floating
         }
-        for op in find_deep(self.graph, self.readers, stored):
+        for op in find_deep(self.graph, self.readers, stored, self.expensive):
             self._add(op.outs[0], name=op.name, kind="op", where=op.where)
 
     def _add_norms(self) -> set[int]:
@@ -351,7 +354,7 @@ class Tensors:
         products: dict[int, set[int]] = {}  # and what is cheaply made of them
         enlarged: set[int] = set()
         for op in self.graph.ops:
-            if expensive(op):
+            if op in self.expensive:
                 made = multiplies(op, self.fixed, self.known)
                 loop = op.kind == "scan"
                 products |= {v: {v} if loop else set() for v in op.outs if made}
@@ -373,6 +376,8 @@ class Tensors:
 
     def _add_differences(self, near: Set[int]) -> None:
         """Of what is near, as a prediction is to its target."""
+        if not near:
+            return
         scaled = find_scaled(self.graph, near)
         floating = (t.size for t in self.found.values() if t.floating)
         little = max(floating, default=0) / _SMALL

@@ -30,6 +30,7 @@ LAYERS = (
         "exponents",
         "functions",
         "sums",
+        "depth",
         "parts",
         "loops",
         "phases",

@@ -415,10 +415,38 @@ MUTATIONS = [
         "tests/test_loops.py::test_a_loops_state_is_encoded_however_it_begins",
     ),
     Mutation(
+        "a residual stream is made again of the branches of all layers",
+        "jaxcompact/sums.py",
+        "bool(carried) or any(",
+        "any(",
+        "tests/test_depth.py::test_a_whole_model_takes_what_its_layers_take",
+    ),
+    Mutation(
+        "a sum of many tensors is made again of all of them",
+        "jaxcompact/depth.py",
+        "_MOST = 4 ",
+        "_MOST = 400 ",
+        "tests/test_depth.py::test_every_fourth_sum_is_stored",
+    ),
+    Mutation(
+        "small errors beside outliers are codes of their scale",
+        "jaxcompact/tensors.py",
+        " or self.found[value].size <= little",
+        "",
+        "tests/test_differences.py::test_small_errors_beside_outliers",
+    ),
+    Mutation(
+        "the optimizer's state is copied to all devices of an Auto mesh",
+        "jaxcompact/optimizers.py",
+        "return placed_as(slot.map_layers(project, key, generation, param), param)",
+        "return slot.map_layers(project, key, generation, param)",
+        "tests/linear/test_devices.py::test_the_state_lies_as_the_kernels_do",
+    ),
+    Mutation(
         "a sum stands for a term that something else reads",
         "jaxcompact/sums.py",
-        "len(readers[v]) == 1 for",
-        "True for",
+        "v in sums and len(readers[v]) == 1}",
+        "v in sums}",
         "tests/test_sums.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
     ),
     Mutation(
@@ -567,8 +595,8 @@ MUTATIONS = [
     Mutation(
         "differences in large units are rounded beside those in small ones",
         "jaxcompact/tensors.py",
-        "near=True, divisor=value in scaled",
-        "near=True",
+        "divisor=value in scaled or ",
+        "divisor=",
         "tests/test_differences.py::test_the_gradient_of_a_small_difference",
     ),
     Mutation(
