@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.kinds import ADDITIONS
 
 _MOST = 4  # tensors that one of their size is made again of
 
@@ -39,9 +40,8 @@ def find_deep(
 
 def _is_read(op: Op, value: int, graph: Graph, readers: Mapping[int, list[Op]]) -> bool:
     """Whether it is an addition that others than additions read."""
-    sums = ("add", "add_any", "sub")
     return (
-        op.kind in sums
+        op.kind in ADDITIONS
         and is_float(graph.avals[value])
-        and any(reader.kind not in sums for reader in readers[value])
+        and any(reader.kind not in ADDITIONS for reader in readers[value])
     )

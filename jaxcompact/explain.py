@@ -10,7 +10,7 @@ from jaxcompact.checkpoint import TRACERS, Params, checkpoint
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import on_host
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan
 
 

@@ -103,8 +103,8 @@ def value_and_grad(
         return path[0] == 0 and isinstance(value, nnx.Param)
 
     def sketched(path, value):
-        kernel = isinstance(value, nnx.Param) and value.get_raw_value()
-        return isinstance(kernel, SketchedKernel)
+        variable = isinstance(value, nnx.Variable)
+        return variable and isinstance(value.get_raw_value(), SketchedKernel)
 
     others = nnx.All(nnx.Variable, nnx.Not(sketched))
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, get_args
 import jax.numpy as jnp
 
 from jaxcompact.codecs import BitMask, Codec, Narrow, Offload, Quantized
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from jaxcompact.program import Program
 from jaxcompact.recording import Recording
 from jaxcompact.residuals import find_residuals
 from jaxcompact.sources import Choice, Residual, Slope, Source
-from jaxcompact.tensors import Tensor, Tensors
+from jaxcompact.tensor import Tensor
+from jaxcompact.tensors import Tensors
 
 
 @dataclass(frozen=True)

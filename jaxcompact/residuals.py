@@ -13,7 +13,7 @@ from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
 from jaxcompact.loops import infinities
 from jaxcompact.recording import Recording
 from jaxcompact.sources import Choice, Residual, Source
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 
 
 def find_residuals(recording: Recording) -> Iterator[tuple[Residual | Choice, Tensor]]:

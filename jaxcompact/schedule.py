@@ -142,14 +142,14 @@ class Schedule:
                 self._decode(v, env, reader)
             elif v not in self.later and self.maker[v] not in ops:
                 ops.add(self.maker[v])
-                light = (u for u in self.maker[v].reads if u in self.light)
-                needed.extend(u for u in light if self.stages[u] != self.stage)
+                light = [u for u in self.maker[v].reads if u in self.light]
+                needed += [u for u in light if self.stages[u] != self.stage]
         for op in sorted(ops, key=self.number.__getitem__):
             env.update(zip(op.outs, self._again(op, env), strict=True))
 
     def _again(self, op: Op, env: dict[int, Any]) -> list[Any]:
         """What the operation, which reads no cotangents, makes."""
-        waited = max((self.waited.get(v, 0) for v in op.reads), default=0)
+        waited = max([self.waited.get(v, 0) for v in op.reads], default=0)
         large = expensive(op) or op.kind == "gather"
         if large and op.reads and waited < self.stage:
             first = op.reads[0]

@@ -7,21 +7,20 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, Value, is_float
-from jaxcompact.kinds import BLOCKS
+from jaxcompact.kinds import ADDITIONS, BLOCKS
 
-_ADDITIONS = frozenset("add add_any sub".split())
-_SUMS = _ADDITIONS | {"convert_element_type", "neg"}
+_SUMS = ADDITIONS | {"convert_element_type", "neg"}
 # Of what they make a few entries may be far larger than all others.
 _STEEP = frozenset("exp exp2 integer_pow log log1p pow square tan".split())
 
 
 @dataclass(frozen=True)
 class _Sum:
-    """``op`` made its last addition; ``whole``: a stream is in it."""
+    """``op`` made its last addition; ``streamed``: a stream is in it."""
 
     op: Op
     terms: tuple[int, ...]
-    whole: bool = False
+    streamed: bool = False
 
 
 def find_sums(
@@ -68,7 +67,7 @@ def find_sums(
         if not _is_linear(op, graph, (*terms, *carried), still, zeros):
             continue
         given = tuple(term for v in sorted(terms) for term in sums[v].terms)
-        if carried and not (op.kind in _ADDITIONS and _fits(op, given, graph)):
+        if carried and not (op.kind in ADDITIONS and _fits(op, given, graph)):
             continue
         joined = [sums.pop(v) for v in terms]
         # What is done to the whole of it, as to add a mask, is done again.
@@ -76,9 +75,9 @@ def find_sums(
         sums[op.outs[0]] = _Sum(
             op if adds else joined[0].op,
             given,
-            bool(carried) or any(each.whole for each in joined),
+            bool(carried) or any(each.streamed for each in joined),
         )
-    return {s.op: s.terms for s in sums.values() if s.whole or len(s.terms) > 1}
+    return {s.op: s.terms for s in sums.values() if s.streamed or len(s.terms) > 1}
 
 
 def find_streams(
@@ -87,10 +86,10 @@ def find_streams(
     """Values made of the candidates that are stored, as even as these are."""
     found = set(stored)
     for op in graph.ops:
-        reads = op.reads if op.kind != "div" else op.reads[:1]
-        if found.isdisjoint(reads) or op.kind in _STEEP or op in expensive:
-            continue
-        if op.kind != "div" or op.ins[0] == reads[0]:
+        even = op.reads
+        if op.kind == "div":
+            even = [v for v in op.ins[:1] if isinstance(v, int)]
+        if op.kind not in _STEEP and op not in expensive and not found.isdisjoint(even):
             found.update(op.outs)
     return found
 

@@ -9,10 +9,8 @@ costs no memory traffic that is not there anyway, and is exact.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
-from typing import Any, Literal
-
-import jax.numpy as jnp
+from dataclasses import replace
+from typing import Any
 
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
 from jaxcompact.depth import find_deep
@@ -40,91 +38,10 @@ from jaxcompact.phases import find_phases
 from jaxcompact.scores import find_attention, is_product, multiplies
 from jaxcompact.solving import solves_for_state
 from jaxcompact.sums import find_streams, find_sums
+from jaxcompact.tensor import Tensor
 
 # A loss's difference is kept whole beside a tensor that is so many times larger.
 _SMALL = 12
-
-Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor that the backward pass may want, as a policy sees it.
-
-    Attributes:
-        name: ``"dot_general.3"``, or what `checkpoint_name` called it; an input has the
-            argument's, a residual is ``"custom_vjp_call.0.residual1"``.
-        kind: ``"input"`` of the function; ``"op"``, what an expensive operation made;
-            ``"residual"`` that a `jax.custom_vjp` op or a loop keeps; ``"mask"``,
-            booleans; ``"choice"``, which entries a max, a sort, a pooling took;
-            ``"function"``, an elementwise nonlinear function of one tensor.
-        shape: its shape.
-        dtype: its dtype.
-        where: the line that made it, ``"mlp.py:41"``.
-        frozen: an input that is not differentiated: data, a mask, a table. Kept by
-            reference it takes no memory while its owner lives.
-        cheap: it is made of other candidates without an expensive operation, or an
-            angle, made of few numbers; or, with ``divisor``, it must fit what these
-            make when they are rounded: the sums of a softmax over segments, all of a
-            loop as Sinkhorn's or Newton's.
-        discrete: what it is made of is rounded away: made again from decoded values it
-            could come out different.
-        limit: for integers known to lie in ``[0, limit)``.
-        scores: for an operand of a softmax's scores, ``q k^T``, the axis along which
-            the tokens lie; else None.
-        fused: "operand" or "result" of an attention that keeps its softmax's
-            normalization for its backward pass; None for all others.
-        divisor: others are divided by it, a logarithm or root is taken of it, it
-            belongs to a matrix factorization or solve, or holds infinities or
-            logarithms that a loop has added up, or its cosine with another is given,
-            or it is a difference that is scaled or small beside other tensors, or
-            angles whose sines are taken: small errors of it may be large ones.
-        near: a difference of what may be near, as a prediction and its target: rounded
-            terms are no substitute.
-        exponent: an exponential is taken of it, or of what is cheaply made of it; or a
-            norm, and a loop of products gives it.
-        terms: for the product of two activations, the number of terms summed up.
-        normed: a norm or variance of what is made of such products, or by a loop of
-            them. It is also made again with that, and stands where no row has shrunk.
-        step: for a function, its derivative is 0 or 1 everywhere (relu).
-        statistic: a residual much smaller than what the op reads (a log-sum-exp); for
-            policies with ``statistics``, sums and maxima too (of norms, of softmax).
-    """
-
-    name: str
-    kind: Kind
-    shape: tuple[int, ...]
-    dtype: Any
-    where: str = ""
-    frozen: bool = False
-    cheap: bool = False
-    discrete: bool = False
-    limit: int | None = None
-    scores: int | None = None
-    fused: Literal["operand", "result"] | None = None
-    divisor: bool = False
-    near: bool = False
-    exponent: bool = False
-    terms: int | None = None
-    normed: bool = False
-    step: bool = False
-    statistic: bool = False
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
-
-    @property
-    def floating(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.floating)
-
-    def __str__(self) -> str:
-        shape = ",".join(map(str, self.shape))
-        return f"{self.name} [{shape}] {self.where}".rstrip()
 
 
 class Tensors:

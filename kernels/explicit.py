@@ -86,15 +86,11 @@ def laid_as(
     """
     if not typed(other):
         return x
-    mesh, spec = sharding_of(other).mesh, sharding_of(other).spec
-
-    def dividing(size: int, axis: int | None) -> Any:
-        if axis is None or size % math.prod(mesh.shape[n] for n in names([spec[axis]])):
-            return None
-        return spec[axis]
-
-    kept = jax.P(*map(dividing, x.shape, range(-x.ndim, 0) if axes is None else axes))
-    return jax.sharding.reshard(x, jax.NamedSharding(mesh, kept))
+    sharding = sharding_of(other)
+    spec = sharding.spec
+    if axes is not None:
+        spec = [None if axis is None else spec[axis] for axis in axes]
+    return jax.sharding.reshard(x, _dividing(x.shape, spec, sharding.mesh))
 
 
 def placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
@@ -103,14 +99,19 @@ def placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
     sharding = getattr(other, "sharding", None) if arrays else None
     if typed(other) or not isinstance(sharding, jax.NamedSharding):
         return x
-    spec, sizes = [*sharding.spec], sharding.mesh.shape
-    spec += [None] * (other.ndim - len(spec))
+    spec = [*sharding.spec, *[None] * (other.ndim - len(sharding.spec))]
+    return jax.device_put(x, _dividing(x.shape, spec, sharding.mesh))
 
-    def dividing(size: int, shared: Any) -> Any:
-        return None if size % math.prod(sizes[n] for n in names([shared])) else shared
 
-    kept = jax.P(*map(dividing, x.shape, spec[-x.ndim :]))
-    return jax.device_put(x, jax.NamedSharding(sharding.mesh, kept))
+def _dividing(shape: tuple[int, ...], spec: Sequence[Any], mesh: Any) -> Any:
+    """What of the spec's last parts divides the axes of an array."""
+
+    def kept(size: int, shared: Any) -> Any:
+        parts = math.prod(mesh.shape[name] for name in names([shared]))
+        return None if size % parts else shared
+
+    last = [*spec][len(spec) - len(shape) :]
+    return jax.NamedSharding(mesh, jax.P(*map(kept, shape, last)))
 
 
 def beside(weight: jax.Array, x: jax.Array) -> jax.Array:

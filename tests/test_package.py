@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"kernels"},
     {"codecs", "graph", "paths", "memory"},
-    {"projection", "kinds", "choices", "sources"},
+    {"projection", "kinds", "choices", "sources", "tensor"},
     {"differences", "hoisting", "sketched", "solving", "spans"},
     {
         "linear",

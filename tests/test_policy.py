@@ -9,7 +9,7 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.policy import Compress
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 Q8_ASYMMETRIC = jc.Quantized(8, symmetric=False)

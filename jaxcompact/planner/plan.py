@@ -11,7 +11,7 @@ from jaxcompact.codecs import Chain, Codec
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib
 from jaxcompact.policy import Action, Derivative, Recompute, Save, written
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 
 _CODECS = (kind for kind in vars(codecs).values() if isinstance(kind, type))
 _ACTIONS = {kind.__name__: kind for kind in (Save, Recompute, Derivative)} | {

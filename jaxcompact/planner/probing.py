@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxcompact.codecs import Codec
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
 from jaxcompact.replay import Replay
 from jaxcompact.sources import Residual, Source
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan as Traces
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)

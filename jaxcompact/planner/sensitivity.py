@@ -18,7 +18,7 @@ from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
 from jaxcompact.planner.probing import Probing, Under
 from jaxcompact.policy import Action, ChoosesActions, Policy
 from jaxcompact.sources import Residual
-from jaxcompact.tensors import Tensor
+from jaxcompact.tensor import Tensor
 
 BASE = policies.int4()
 _CHANCE = 6  # standard errors, about 4 of them of a mean of squares of normal numbers
