@@ -132,8 +132,10 @@ def _multiples(graph: Graph, differences: Set[int]) -> dict[int, set[int]]:
     found = {v: {v} for v in differences}
     for op in graph.ops:
         of_each = [found[v] for v in op.reads if v in found]
+        if not of_each or not differences.isdisjoint(op.outs):
+            continue
         through = op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op)
-        if differences.isdisjoint(op.outs) and of_each and (through or is_square(op)):
+        if through or is_square(op):
             found |= dict.fromkeys(op.outs, set().union(*of_each))
     return found
 
@@ -200,9 +202,11 @@ def _exponents(graph: Graph) -> set[int]:
     """What an exponential is taken of, and the terms of it."""
     found: set[int] = set()
     for op in reversed(graph.ops):
-        terms = op.kind in _TERMS or op.kind in LAYOUT or renames(op)
-        if op.kind in EXPONENTIALS or (terms and not found.isdisjoint(op.outs)):
+        if op.kind in EXPONENTIALS:
             found.update(op.reads)
+        elif not found.isdisjoint(op.outs):
+            if op.kind in _TERMS or op.kind in LAYOUT or renames(op):
+                found.update(op.reads)
     return found
 
 
@@ -261,9 +265,11 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
     """
     summed: set[int] = set()
     for op in reversed(graph.ops):
-        through = op.kind == "convert_element_type" or renames(op)
-        if op.kind == "reduce_sum" or (through and not summed.isdisjoint(op.outs)):
+        if op.kind == "reduce_sum":
             summed.update(op.reads)
+        elif not summed.isdisjoint(op.outs):
+            if op.kind == "convert_element_type" or renames(op):
+                summed.update(op.reads)
     made_by = {value: op for op in graph.ops for value in op.outs}
     whole: dict[int, int] = {}  # value -> what it is a multiple of, row by row
     normed: set[int] = set()

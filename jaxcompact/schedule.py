@@ -1,9 +1,8 @@
 """In which order a backward pass is made, so that little of it lives at a time."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from jax.extend.core import Literal
@@ -13,6 +12,7 @@ from jaxcompact.kernels.quantize.devices import mesh_of
 from jaxcompact.kinds import ELEMENTWISE, expensive, renames
 
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+_LARGER = 2  # times what a product makes
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Schedule:
       in memory as well: to write it again takes longer than to keep it;
     - a matrix product among the outputs is made where its operands are, and shared by
       the devices at once where they are to have a part of it each;
+    - one that frees something much larger than it makes, as that of an attention's
+      probabilities, comes before what else is made of products as large, or of what it
+      reads;
     - where XLA splits the program nothing waits for a product that is added to another:
       of products of parts it then sends the sum alone between the devices.
 
@@ -61,7 +64,8 @@ class Schedule:
         self.graph, self.inputs = graph, inputs
         cotangents = graph.inputs[len(inputs) - cts :]
         ops, self.chain, self.reader = in_order(graph, cotangents)
-        ops, self.source = _shared_at_once(ops)
+        self.readers = _readers(ops)
+        ops, self.source = _shared_at_once(ops, self.readers)
         self.ordered = replace(graph, ops=ops)
         self.number = {op: i for i, op in enumerate(ops)}
         self.maker = {v: op for op in ops for v in op.outs}
@@ -79,7 +83,8 @@ class Schedule:
             same = renames(op) or op.kind == "convert_element_type"
             if same and not self.final.isdisjoint(op.outs):
                 self.final.update(op.reads)
-        self.summands = _summands(ops) if any(map(_is_split, inputs)) else set()
+        split = any(map(_is_split, inputs))
+        self.summands = _summands(ops, self.readers) if split else set()
         self.now = self.stage = 0  # operations, and expensive ones, so far
         self.stages: dict[int, int] = {}  # in which stage a value was made
         self.waited: dict[int, int] = {}  # the latest stage that its making waits for
@@ -104,15 +109,43 @@ class Schedule:
             self.before = self._read_later(op.outs) or self.before
         if op not in self.source:
             return outs
-        if self.final.isdisjoint(op.outs):
-            self.products.extend(op.outs)
-            return outs
-        # What else is to be made of its operands, or of products, waits for it.
         operands = self.source[op].reads
-        waiting = self._read_later({*self.products, *operands} - self.summands)
-        outs, tied = tie((outs, [env[v] for v in waiting]))
-        env.update(zip(waiting, tied, strict=True))
+        if final := not self.final.isdisjoint(op.outs):
+            # What else is to be made of its operands, or of products, waits for it.
+            waiting = {*self.products, *operands}
+        else:
+            waiting = self._beside_freed(op, operands)
+            self.products.extend(op.outs)
+        waiting = self._read_later(waiting - self.summands)
+        if final or waiting:
+            outs, tied = tie((outs, [env[v] for v in waiting]))
+            env.update(zip(waiting, tied, strict=True))
         return outs
+
+    def _beside_freed(self, op: Op, operands: Sequence[int]) -> set[int]:
+        """Its operands, and products as large as the one of them that it is the last to
+        read, if that is much larger than the other and what it makes."""
+        avals = self.graph.avals
+        least = _LARGER * avals[op.outs[0]].size
+        freed = [v for v in operands if avals[v].size >= least]
+        if len(freed) != 1 or self.last[freed[0]] > self.now:
+            return set()
+        if not self._is_of_products(freed[0]):
+            return set()
+        large = [v for v in self.products if avals[v].size >= least]
+        for v in large:  # by all their names
+            large += [u for o in self.readers[v] if renames(o) for u in o.outs]
+        return {*large, *operands}
+
+    def _is_of_products(self, value: int) -> bool:
+        """Whether it is cheaply made of what an expensive operation makes here."""
+        needed = [value]
+        while needed:
+            op = self.maker.get(needed.pop())
+            if op is not None and expensive(op):
+                return True
+            needed += op.reads if op else ()
+        return False
 
     def _read_later(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.last.get(v, -1) > self.now]
@@ -122,10 +155,6 @@ class Schedule:
         missing = value in self.later and value not in self.stages
         if missing or (stale and op is not None and not self._holds(op)):
             self._make(value, env, self.reader.get(op, op))
-
-    @cached_property
-    def readers(self) -> dict[int, list[Op]]:
-        return _readers(self.ordered.ops)
 
     def _holds(self, op: Op) -> bool:
         """Whether it, or all that reads it by another name, reads it in memory."""
@@ -191,10 +220,11 @@ def _keeps(op: Op) -> bool:
     return expensive(op) or op.kind == "optimization_barrier"
 
 
-def _shared_at_once(ops: Sequence[Op]) -> tuple[list[Op], dict[Op, Op]]:
+def _shared_at_once(
+    ops: Sequence[Op], readers: Mapping[int, Sequence[Op]]
+) -> tuple[list[Op], dict[Op, Op]]:
     """The operations, what shares a product among devices next to it: XLA sends each
     its part alone only then. And the product of each that ends so, or is one itself."""
-    readers = _readers(ops)
     ordered: list[Op] = []
     source: dict[Op, Op] = {}
     moved: set[Op] = set()
@@ -226,8 +256,7 @@ def _readers(ops: Iterable[Op]) -> dict[int, list[Op]]:
     return readers
 
 
-def _summands(ops: Iterable[Op]) -> set[int]:
-    readers = _readers(ops)
+def _summands(ops: Iterable[Op], readers: Mapping[int, Sequence[Op]]) -> set[int]:
     return {
         v
         for op in ops

@@ -29,9 +29,9 @@ def gated(w, x):
     return (jnp.tanh(a) * a) @ w[1]
 
 
-def backward(fun, policy, w=W, x=X):
+def backward(fun, policy, w=W, x=X, params=None):
     """The operations of the gradient with respect to the parameters."""
-    wrapped = jc.checkpoint(fun, policy=policy)
+    wrapped = jc.checkpoint(fun, policy=policy, params=params)
     jaxpr = jax.make_jaxpr(jax.grad(lambda w: wrapped(w, x).sum().astype("float32")))(w)
     (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_backward")
     (inner,) = jaxprs_in_params(call.params)
@@ -171,6 +171,27 @@ def test_what_is_gathered_again_waits_for_the_layers_behind_it():
     scattered = places(eqns, "scatter-add")
     waits = [len(made_of(eqns, i) & set(scattered)) for i in ends]
     assert len(ends) == 3 and waits[0] < waits[1] < waits[2]
+
+
+def test_probabilities_are_read_before_their_gradient():
+    """By the product that makes v's gradient: then they are gone. Beside the scores'
+    gradient they would be a fourth array as large."""
+
+    def attention(w, x):
+        q, k, v = (x @ w_nn for w_nn in w)
+        probabilities = jax.nn.softmax(q @ k.T / 8)
+        return jnp.tanh(probabilities @ v)
+
+    w, x = normal(7, 3, N, N), normal(8, 4 * N, N)
+    eqns = backward(attention, jc.policies.int8(), w, x, params=0)
+    shapes = {i: eqns[i].outvars[0].aval.shape for i in places(eqns, "dot_general")}
+    (exp,) = places(eqns, "exp")
+    large = [i for i, shape in shapes.items() if shape == (4 * N, 4 * N)]
+    (gradient,) = (i for i in large if i not in made_of(eqns, exp))
+    behind = [i for i in shapes if exp in made_of(eqns, i)]
+    of_v, *others = (i for i in behind if {*shapes[i]} == {N, 4 * N})  # in their order
+    assert len(others) == 2  # of q and k
+    assert all({gradient, of_v} <= made_of(eqns, i) for i in others)
 
 
 def test_what_is_an_output_itself_is_made():
