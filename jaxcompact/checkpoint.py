@@ -109,10 +109,14 @@ def checkpoint(
         types = tuple(type(value) for _, value in call.static)
         key = call.static, types, tree, call.types(leaves), _settings()
         state, traced, consts = known.get(key, (None, None, None))
-        # What a function closes over may belong to the trace around it, or change.
+        # What a function closes over may belong to the trace around it, or change; but
+        # not between two calls in one trace, as for `jax.checkpoint`.
         fresh = traced is not None and (
             not consts
-            or (state == get_opaque_trace_state() and any(map(_is_tracer, consts)))
+            or (
+                state == get_opaque_trace_state()
+                and any(map(_is_tracer, [*consts, *leaves]))
+            )
         )
         if not fresh:
             traced, consts = _trace(call, leaves, tree, params, policy, prevent_cse)

@@ -177,6 +177,27 @@ def test_a_closure_is_differentiated_and_never_stale():
     assert (again != first).any()
 
 
+def test_what_closes_over_an_array_is_traced_once_for_all_layers():
+    """As a table of positions or a mask, which may change from one step to the next."""
+    traced, table = [], {"positions": jnp.ones_like(X)}
+
+    def block(w, x):
+        traced.append(x)
+        return mlp(w, x * table["positions"])
+
+    small = jc.checkpoint(block, policy=LOSSY, params=0)
+
+    def loss(w):
+        return small(w, small(w, small(w, X))).sum()
+
+    first = jax.grad(loss)(W)
+    assert len(traced) == 1
+    assert relative(jax.jit(jax.grad(loss))(W), first) < ULPS
+    assert len(traced) == 2
+    table["positions"] *= 2.0
+    assert relative(jax.grad(loss)(W), first) > 0.1
+
+
 def test_methods_and_partial_functions():
     class Block:
         def __init__(self, scale):
