@@ -19,8 +19,8 @@ Moment = Literal["keep", "reset", "transfer"]
 
 _MOST = 3.4e38  # of float32
 # Fields of optax states that are linear in the gradient: Adam, Lion and others (mu),
-# momentum (trace), Adafactor's momentum (ema).
-_FIRST_MOMENTS = ("mu", "trace", "ema")
+# momentum (trace), Adafactor's momentum (ema), what MultiSteps accumulates.
+_FIRST_MOMENTS = ("mu", "trace", "ema", "acc_grads")
 
 
 class SubspaceState(NamedTuple):
@@ -67,7 +67,7 @@ def in_subspace(
             squares estimate. After a reset, as Adam's count goes on, updates are ``1 -
             b1``, ``1 - b1^2``, ... of their size at first. Second moments are kept:
             they hardly depend on P. First moments are the state's fields ``mu``,
-            ``trace`` and ``ema``; one that a variance is taken around
+            ``trace``, ``ema`` and ``acc_grads``; one that a variance is taken around
             (``rmsprop(centered=True)``) is reset where others are transferred. All else
             is kept as well: first moments of other names (Adan's, AdEMAMix'), and past
             positions, distances from them and sums of updates, as ``schedule_free``,

@@ -56,6 +56,25 @@ def test_multisteps_inside_keeps_p_and_the_moments_for_an_accumulation():
         )
 
 
+def test_what_is_accumulated_is_not_lifted_by_another_p():
+    """As where a run goes on with another period: half of an accumulation is lost."""
+
+    def make(period):
+        inner = optax.MultiSteps(optax.sgd(1.0), 2)
+        return jc.in_subspace(subspace(period=period), inner)
+
+    tree, gradient = params(), gradients(0)
+    zeros = jax.tree.map(jnp.zeros_like, gradient)
+    before, after = make(5), make(3)
+    state = before.init(tree)
+    for g in [gradient, zeros] * 3 + [gradient]:  # three updates and a half
+        _, state = before.update(g, state, tree)
+    updates, _ = after.update(zeros, state, tree)
+    assert not updates["a"]["kernel"].any()
+    updates, _ = before.update(zeros, state, tree)
+    assert updates["a"]["kernel"].any()
+
+
 def test_moments_in_dicts_are_reset_too():
     inner = optax.partition(
         {"all": optax.trace(0.9)}, lambda t: jax.tree.map(lambda _: "all", t)
