@@ -13,7 +13,8 @@ from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
 # at one, at infinity.
 _STEEP_AT_ONE = frozenset("acos acosh asin atanh erf_inv log1p".split())
 _STEEP = _STEEP_AT_ONE | frozenset(
-    "atan2 cbrt digamma lgamma log log2 polygamma rsqrt sqrt".split()
+    """atan2 bessel_i0e bessel_i1e cbrt digamma lgamma log log2 polygamma rsqrt
+    sqrt""".split()
 )
 # What these make can only be zero, or have another sign, if what they read has.
 _THROUGH = frozenset(
@@ -26,7 +27,7 @@ _POSITIVE = frozenset("abs cosh erfc exp exp2 logistic sqrt square".split())
 _SQUARED = frozenset("convert_element_type div mul reduce_sum select_n".split())
 _SUMS = frozenset("add convert_element_type div max mul reduce_max reduce_sum".split())
 _TERMS = 8  # of the longest sum of squares that might vanish as a whole
-_GUARD = 0.1  # a constant that keeps what it is added to from zero, as in 1 + x^2
+_GUARD = 1.0  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
 
 class _Facts:
@@ -61,10 +62,12 @@ class _Facts:
         self.positive.update(self._positive_outputs(op, layout, squared))
         if op.kind in _ONE_AT_ZERO:
             self.ones[op.outs[0]] = op.reads
-        elif op.kind == "neg" or layout:
+        elif self.ones and (op.kind == "neg" or layout):
             self.ones |= dict.fromkeys(op.outs, _union(self.ones, op.reads))
         if op.kind == "sub":
             self.differences[op.outs[0]] = pair(op, self.graph, self.made_by)
+        elif not self.differences:
+            return
         elif (op.kind in _SQUARED and op.kind != "reduce_sum") or squared or layout:
             terms = _union(self.differences, op.reads)
             self.differences |= dict.fromkeys(op.outs, terms)

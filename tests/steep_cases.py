@@ -188,6 +188,17 @@ CASES = ATTENTION | {
         ONE,
         X,
     ),
+    "reciprocal, guarded": (
+        lambda p, x: (x @ p["w"]) / (jax.nn.relu(x @ p["v"]) + 0.1),
+        TWO,
+        X,
+    ),
+    "log, guarded": (
+        lambda p, x: (x @ p["w"]) * jnp.log((x @ p["v"]) ** 2 + 0.25),
+        TWO,
+        X,
+    ),
+    "bessel": (lambda p, x: jax.scipy.special.i0e(x @ p["w"]) @ p["v"], TWO, X),
     "hyperbolic distance": (poincare, {"w": jnp.eye(32)}, NEAR_ONE),
     "pairs in one batch": (
         lambda p, x: jnp.linalg.norm((h := x @ p["w"])[::2] - h[1::2], axis=-1),

@@ -31,9 +31,10 @@ def test_logarithms_that_a_loop_adds_up_are_not_rounded():
 
 
 GUARDED = {
-    "logarithm": lambda h: jnp.log(jnp.maximum(h, 0.2)),
-    "reciprocal": lambda h: 1 / jnp.maximum(h, 0.2),
-    "clamped": lambda h: jnp.log(jax.lax.clamp(0.1, h, 10.0)),
+    "logarithm": lambda h: jnp.log(jnp.maximum(h, 1.0)),
+    "reciprocal": lambda h: 1 / jnp.maximum(h, 1.0),
+    "clamped": lambda h: jnp.log(jax.lax.clamp(1.0, h, 10.0)),
+    "added": lambda h: 1 / (1.0 + jax.nn.relu(h)),
 }
 
 
