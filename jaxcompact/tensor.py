@@ -42,7 +42,8 @@ class Tensor:
             or it is a difference that is scaled or small beside other tensors, or
             angles whose sines are taken: small errors of it may be large ones.
         near: a difference of what may be near, as a prediction and its target: rounded
-            terms are no substitute.
+            terms are no substitute. Or correlations whose squares a loss adds up, and
+            what they are of.
         exponent: an exponential is taken of it, or of what is cheaply made of it; or a
             norm, and a loop of products gives it.
         terms: for the product of two activations, the number of terms summed up.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import decides, is_of_a_fraction, limit
 from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
@@ -102,7 +103,9 @@ class Tensors:
         self._cut_chains()
         enlarged = self._add_norms()
         near, bells = find_differences(graph, self.data, self.fixed, moving)
-        self._add_differences(near)
+        products, factors = find_correlations(graph, self.data, self.fixed)
+        self._add_differences(near | products)
+        self._add_factors(factors)
         self._add_functions()
         stored = {
             value
@@ -308,6 +311,12 @@ class Tensors:
                     near=True,
                     divisor=value in scaled or self.found[value].size <= little,
                 )
+
+    def _add_factors(self, factors: Set[int]) -> None:
+        """Of correlations: what is stored of them has as many bits."""
+        for value in factors & self.found.keys():
+            if self.found[value].floating and not self.found[value].cheap:
+                self.found[value] = replace(self.found[value], near=True)
 
     def _add_functions(self) -> None:
         """Nonlinear ones that others read, and that are no candidates already."""

@@ -22,6 +22,7 @@ LAYERS = (
     {"projection", "kinds", "choices", "sources", "tensor"},
     {"differences", "hoisting", "sketched", "solving", "spans"},
     {
+        "correlations",
         "linear",
         "limiter",
         "scores",

@@ -161,8 +161,8 @@ MUTATIONS = [
     Mutation(
         "a prediction is rounded, not its difference from a near target",
         "jaxcompact/tensors.py",
-        "        self._add_differences(near)\n",
-        "",
+        "        self._add_differences(near | products)\n",
+        "        self._add_differences(products)\n",
         "tests/test_differences.py::test_the_gradient_of_a_small_difference",
     ),
     Mutation(
@@ -366,8 +366,8 @@ MUTATIONS = [
     Mutation(
         "what waits for one of several products that are added",
         "jaxcompact/schedule.py",
-        "*operands} - self.summands",
-        "*operands}",
+        "self._read_later(waiting - self.summands)",
+        "self._read_later(waiting)",
         "tests/test_schedule.py::test_a_sum_over_cards_is_sent_once",
     ),
     Mutation(
@@ -640,6 +640,36 @@ MUTATIONS = [
         "return (targets_bt >= 0).sum().astype(jnp.float32)",
         "return jnp.float32(1)",
         "tests/train/test_roberta.py::test_microbatches_count_by_their_masked_words",
+    ),
+    Mutation(
+        "correlations are rounded beside those of a feature with itself",
+        "jaxcompact/tensors.py",
+        "self._add_differences(near | products)",
+        "self._add_differences(near)",
+        "tests/test_correlations.py::test_the_gradient_of_small_correlations",
+    ),
+    Mutation(
+        "probabilities are there while their gradient is read",
+        "jaxcompact/schedule.py",
+        "waiting = self._beside_freed(op, operands)",
+        "waiting = set()",
+        "tests/test_schedule.py::test_probabilities_are_read_before_their_gradient",
+    ),
+    Mutation(
+        "a layer that closes over an array is traced at each call",
+        "jaxcompact/checkpoint.py",
+        "any(map(_is_tracer, [*consts, *leaves]))",
+        "any(map(_is_tracer, consts))",
+        "tests/checkpoint/test_arguments.py::"
+        "test_what_closes_over_an_array_is_traced_once_for_all_layers",
+    ),
+    Mutation(
+        "what was accumulated is lifted by another P",
+        "jaxcompact/optimizers.py",
+        '("mu", "trace", "ema", "acc_grads")',
+        '("mu", "trace", "ema")',
+        "tests/optimizers/test_inner.py::"
+        "test_what_is_accumulated_is_not_lifted_by_another_p",
     ),
 ]
 

@@ -1,0 +1,56 @@
+"""Products of two tensors whose squares a loss adds up: matrices of correlations.
+
+Off the diagonal they are small beside those on it, and gradients are proportional to
+them: rounded beside each other they are nothing but rounding. (Barlow Twins, VICReg,
+W-MSE, spectral contrastive losses.)
+"""
+
+from collections.abc import Set
+
+from jaxcompact.differences import given_by, is_square
+from jaxcompact.graph import Graph, Op
+from jaxcompact.kinds import ADDITIONS, LAYOUT, expensive, renames
+
+_MULTIPLES = frozenset("convert_element_type div mul neg select_n".split())
+_SQUARES = frozenset("integer_pow mul square".split())
+
+
+def find_correlations(
+    graph: Graph, data: Set[int], fixed: Set[int]
+) -> tuple[set[int], set[int]]:
+    """The products, of ``data``, and what is multiplied and all it is cheaply made of.
+
+    ``fixed``: values made of parameters and constants alone, as the diagonal that is
+    subtracted.
+    """
+    squares = [op for op in graph.ops if op.kind in _SQUARES and is_square(op)]
+    given = given_by(graph) if squares else set()
+    made_by = {value: op for op in graph.ops for value in op.outs} if given else {}
+    products: set[int] = set()
+    factors: set[int] = set()
+    todo = [op.reads[0] for op in squares if not given.isdisjoint(op.outs)]
+    for value in todo:
+        op = made_by.get(value)
+        if op is None or value in products:
+            continue
+        if op.kind == "dot_general" and data.issuperset(op.reads):
+            products.add(value)
+            factors.update(op.reads)
+        elif _is_of_one(op, fixed):
+            todo += [v for v in op.reads if v not in fixed]
+    todo = list(factors)
+    for value in todo:
+        op = made_by.get(value)
+        new = [v for v in op.reads if v not in factors] if op else []
+        if new and not expensive(op):
+            factors.update(new)
+            todo += new
+    return products, factors
+
+
+def _is_of_one(op: Op, fixed: Set[int]) -> bool:
+    """Whether it is a tensor's multiple, entries, or difference from a fixed one."""
+    if op.kind in LAYOUT or renames(op):
+        return True
+    moving = {v for v in op.reads if v not in fixed}
+    return op.kind in _MULTIPLES | ADDITIONS and len(moving) == 1
