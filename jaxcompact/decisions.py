@@ -3,11 +3,15 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+import jax.numpy as jnp
+
+from jaxcompact.differences import narrow
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"
 _COMPARES = "eq", "ge", "gt", "le", "lt", "ne", "sign"
+_ORDERS = "ge", "gt", "le", "lt"
 Readers = Mapping[int, Sequence[Op]]
 
 
@@ -45,6 +49,45 @@ def is_of_a_fraction(op: Op, readers: Readers, data: Collection[int]) -> bool:
         and any(o.kind != "stop_gradient" for o in readers[reader.outs[0]])
         for reader in readers[op.outs[0]]
     )
+
+
+def find_searched(
+    graph: Graph, readers: Readers, data: Collection[int], fixed: Collection[int]
+) -> set[int]:
+    """What is searched among known numbers, and is less one of them: its place in a
+    cell, as in a table or a spline. Searched, or compared with each of them."""
+    found: set[int] = set()
+    made_by = {v: op for op in graph.ops for v in op.outs}
+
+    def known(value: int) -> bool:
+        op = made_by.get(value := narrow(value, made_by))
+        if op and op.kind == "gather":
+            value = op.reads[0]
+        return value in fixed and graph.avals[value].size > 1
+
+    def is_less(value: int) -> bool:
+        todo = [value]
+        for value in todo:
+            for op in readers[value]:
+                if op.kind == "sub" and any(map(known, op.reads)):
+                    return True
+                if op.kind in LAYOUT or renames(op):
+                    todo += op.outs
+        return False
+
+    for op in graph.ops:
+        compared = op.kind in _ORDERS
+        searched = op.kind not in ELEMENTWISE and any(
+            jnp.issubdtype(graph.avals[v].dtype, jnp.integer) for v in op.outs
+        )
+        if not (compared or searched) or not any(map(known, op.reads)):
+            continue
+        size = graph.avals[op.outs[0]].size
+        for value in {narrow(v, made_by) for v in op.reads if v in data}:
+            each = searched or graph.avals[value].size < size
+            if each and is_float(graph.avals[value]) and is_less(value):
+                found.add(value)
+    return found
 
 
 def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:

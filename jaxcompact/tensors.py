@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcompact.correlations import find_correlations
-from jaxcompact.decisions import decides, is_of_a_fraction, limit
+from jaxcompact.decisions import decides, find_searched, is_of_a_fraction, limit
 from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
     find_angles,
@@ -97,6 +97,8 @@ class Tensors:
             self._add(value, name=name, kind="input")
         for op in graph.ops:
             self._add_outputs(op)
+        for value in find_searched(graph, self.readers, self.data, self.fixed):
+            self._add_rounded(value)
         self._add_names()
         self._move_to_sums()
         self._move_to_parts()

@@ -26,6 +26,23 @@ def interpolated(p, x):
     return p["v"][0, k] * (1 - t + i) + p["v"][0, k + 1] * (t - i)
 
 
+def searched(p, x):
+    """A table between its knots, which are searched."""
+    knots = jnp.linspace(-1.0, 1.0, 32)
+    return jnp.interp(jnp.tanh(x @ p["w"]).ravel(), knots, p["v"][0]).reshape(x.shape)
+
+
+def spline(p, x):
+    """Cubic, of a Kolmogorov-Arnold network: compared with each knot."""
+    h, knots = jnp.tanh(x @ p["w"])[..., None], jnp.linspace(-1.6, 1.6, 12)
+    basis = ((h >= knots[:-1]) & (h < knots[1:])).astype(h.dtype)
+    for k in range(1, 4):
+        left = (h - knots[: -k - 1]) / (knots[k:-1] - knots[: -k - 1])
+        right = (knots[k + 1 :] - h) / (knots[k + 1 :] - knots[1:-k])
+        basis = left * basis[..., :-1] + right * basis[..., 1:]
+    return jnp.einsum("ndk,de->nek", basis, p["v"])
+
+
 @jax.custom_jvp
 def straight_through(x):
     return jnp.round(x)
@@ -207,6 +224,8 @@ CASES = ATTENTION | {
     ),
     "straight through": (lambda p, x: straight_through(x @ p["w"]) @ p["v"], TWO, X),
     "interpolated": (interpolated, TWO, X),
+    "searched": (searched, TWO, X),
+    "spline": (spline, TWO, X),
     "spikes": (lambda p, x: spike(x @ p["w"]) @ p["v"], TWO, X),
     "approximately the best": (
         lambda p, x: jax.lax.approx_max_k(x @ p["w"], 4)[0] ** 2,
