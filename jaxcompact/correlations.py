@@ -28,21 +28,24 @@ def find_correlations(
     made_by = {value: op for op in graph.ops for value in op.outs} if given else {}
     products: set[int] = set()
     factors: set[int] = set()
-    todo = [op.reads[0] for op in squares if not given.isdisjoint(op.outs)]
+    terms = {v for op in squares if not given.isdisjoint(op.outs) for v in op.reads}
+    todo = list(terms)
     for value in todo:
         op = made_by.get(value)
-        if op is None or value in products:
+        if op is None:
             continue
         if op.kind == "dot_general" and data.issuperset(op.reads):
             products.add(value)
             factors.update(op.reads)
         elif _is_of_one(op, fixed):
-            todo += [v for v in op.reads if v not in fixed]
+            new = {v for v in op.reads if v not in fixed} - terms
+            terms.update(new)
+            todo += new
     todo = list(factors)
     for value in todo:
         op = made_by.get(value)
-        new = [v for v in op.reads if v not in factors] if op else []
-        if new and not expensive(op):
+        if op is not None and not expensive(op):
+            new = {*op.reads} - factors
             factors.update(new)
             todo += new
     return products, factors

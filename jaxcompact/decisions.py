@@ -72,7 +72,7 @@ def find_searched(
                 if op.kind == "sub" and any(map(known, op.reads)):
                     return True
                 if op.kind in LAYOUT or renames(op):
-                    todo += op.outs
+                    todo += [v for v in op.outs if v not in todo]
         return False
 
     for op in graph.ops:

@@ -140,11 +140,14 @@ class Schedule:
     def _is_of_products(self, value: int) -> bool:
         """Whether it is cheaply made of what an expensive operation makes here."""
         needed = [value]
+        seen = {value}
         while needed:
             op = self.maker.get(needed.pop())
             if op is not None and expensive(op):
                 return True
-            needed += op.reads if op else ()
+            new = {*op.reads} - seen if op else ()
+            seen.update(new)
+            needed += new
         return False
 
     def _read_later(self, values: Iterable[int]) -> list[int]:

@@ -75,7 +75,18 @@ def test_long_chains_are_traced():
             h = h + 1e-4 / h
         return jnp.sum(jax.nn.softmax(jnp.log(h)) * X)
 
-    for fun in (normalized, chain):
+    def doubled(w):
+        a = c = (X @ w).T @ (X @ w)
+        for _ in range(100):
+            c = c + c
+        for _ in range(40):
+            a = jnp.concatenate([a, a])[: len(a)]
+        h = jnp.tanh(X @ w)
+        for _ in range(100):
+            h = h / (h + h)
+        return jnp.sum(c**2) + jnp.sum(a**2) + jnp.sum(jnp.tanh(h @ h.T) @ X)
+
+    for fun in (normalized, chain, doubled):
         wrapped = jc.checkpoint(fun, policy=jc.policies.int8())
         jax.make_jaxpr(jax.grad(wrapped))(W)
 
