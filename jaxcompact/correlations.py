@@ -9,19 +9,25 @@ from collections.abc import Set
 
 from jaxcompact.differences import given_by, is_square
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ADDITIONS, LAYOUT, expensive, renames
+from jaxcompact.kinds import (
+    ADDITIONS,
+    LAYOUT,
+    expensive,
+    is_of_expensive,
+    renames,
+)
 
 _MULTIPLES = frozenset("convert_element_type div mul neg select_n".split())
 _SQUARES = frozenset("integer_pow mul square".split())
 
 
 def find_correlations(
-    graph: Graph, data: Set[int], fixed: Set[int]
+    graph: Graph, data: Set[int], fixed: Set[int], known: bool
 ) -> tuple[set[int], set[int]]:
     """The products, of ``data``, and what is multiplied and all it is cheaply made of.
 
     ``fixed``: values made of parameters and constants alone, as the diagonal that is
-    subtracted.
+    subtracted; ``known``: whether it is known which inputs are parameters.
     """
     squares = [op for op in graph.ops if op.kind in _SQUARES and is_square(op)]
     given = given_by(graph) if squares else set()
@@ -35,8 +41,10 @@ def find_correlations(
         if op is None:
             continue
         if op.kind == "dot_general" and data.issuperset(op.reads):
-            products.add(value)
-            factors.update(op.reads)
+            # A parameter is an input, or cheaply made of one.
+            if known or all(is_of_expensive(v, made_by) for v in op.reads):
+                products.add(value)
+                factors.update(op.reads)
         elif _is_of_one(op, fixed):
             new = {v for v in op.reads if v not in fixed} - terms
             terms.update(new)

@@ -1,6 +1,6 @@
 """What operations cost, by the name of their primitive."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from jaxcompact.graph import Op, graph_of, inner_jaxprs
 
@@ -68,6 +68,19 @@ def expensive(op: Op) -> bool:
             for inner in graph_of(body).ops
         )
     return op.kind not in CHEAP
+
+
+def is_of_expensive(value: int, made_by: Mapping[int, Op]) -> bool:
+    """Whether it is made by an expensive operation, or cheaply of what one makes."""
+    todo, seen = [value], {value}
+    for value in todo:
+        op = made_by.get(value)
+        if op is not None and expensive(op):
+            return True
+        new = {*op.reads} - seen if op else ()
+        seen.update(new)
+        todo += new
+    return False
 
 
 def renames(op: Op) -> bool:

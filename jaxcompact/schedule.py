@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.graph import Graph, Op, loosened, on_host, read, tie
 from jaxcompact.kernels.quantize.devices import mesh_of
-from jaxcompact.kinds import ELEMENTWISE, expensive, renames
+from jaxcompact.kinds import ELEMENTWISE, expensive, is_of_expensive, renames
 
 _PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
 _LARGER = 2  # times what a product makes
@@ -130,25 +130,13 @@ class Schedule:
         freed = [v for v in operands if avals[v].size >= least]
         if len(freed) != 1 or self.last[freed[0]] > self.now:
             return set()
-        if not self._is_of_products(freed[0]):
+        if not is_of_expensive(freed[0], self.maker):
             return set()
         large = [v for v in self.products if avals[v].size >= least]
-        for v in large:  # by all their names
-            large += [u for o in self.readers[v] if renames(o) for u in o.outs]
+        for v in large:  # by all names that they have so far
+            named = (o for o in self.readers[v] if self.number[o] < self.now)
+            large += [u for o in named if renames(o) for u in o.outs]
         return {*large, *operands}
-
-    def _is_of_products(self, value: int) -> bool:
-        """Whether it is cheaply made of what an expensive operation makes here."""
-        needed = [value]
-        seen = {value}
-        while needed:
-            op = self.maker.get(needed.pop())
-            if op is not None and expensive(op):
-                return True
-            new = {*op.reads} - seen if op else ()
-            seen.update(new)
-            needed += new
-        return False
 
     def _read_later(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.last.get(v, -1) > self.now]

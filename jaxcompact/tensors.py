@@ -105,7 +105,7 @@ class Tensors:
         self._cut_chains()
         enlarged = self._add_norms()
         near, bells = find_differences(graph, self.data, self.fixed, moving)
-        products, factors = find_correlations(graph, self.data, self.fixed)
+        products, factors = find_correlations(graph, self.data, self.fixed, known)
         self._add_differences(near | products)
         self._add_factors(factors)
         self._add_functions()

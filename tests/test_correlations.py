@@ -99,3 +99,13 @@ def test_products_that_others_read_are_none():
 
     found = candidates(fun, EYE, X[:64])
     assert [name for name, tensor in found.items() if tensor.near] == ["sub.1"]
+
+
+def test_a_layer_whose_parameters_are_not_known_gives_none():
+    def fun(w, x):
+        return jnp.sum((jnp.tanh(x @ w) @ w) ** 2)
+
+    found = candidates(fun, EYE, X[:64], params=None)
+    assert not any(tensor.near for tensor in found.values())
+    found = candidates(barlow_twins, PARAMS, X, params=None)
+    assert found["dot_general.4"].near and not found["dot_general.0"].near

@@ -196,7 +196,7 @@ def test_what_a_loop_gives_to_a_norm_has_8_bits():
 def test_a_plan_rounds_no_product_that_a_norm_is_of():
     """Promised 0.17, gradients were 160 times too large."""
     many = jax.ShapeDtypeStruct((1024, TOKENS, WIDTH), jnp.float32)
-    plan = jc.plan(retention, PARAMS, many, layers=8, budget="300MiB", device="h100")
+    plan = jc.plan(retention, PARAMS, many, layers=8, budget="280MiB", device="h100")
     assert plan.error > 0
     x = normal(9, 2, TOKENS, WIDTH)
 
