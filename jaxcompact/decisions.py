@@ -59,6 +59,12 @@ def find_searched(
     found: set[int] = set()
     made_by = {v: op for op in graph.ops for v in op.outs}
 
+    cheap = ELEMENTWISE | LAYOUT
+
+    def is_index(value: int) -> bool:
+        aval = graph.avals[value]
+        return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.integer)
+
     def known(value: int) -> bool:
         op = made_by.get(value := narrow(value, made_by))
         if op and op.kind == "gather":
@@ -76,11 +82,10 @@ def find_searched(
         return False
 
     for op in graph.ops:
-        compared = op.kind in _ORDERS
-        searched = op.kind not in ELEMENTWISE and any(
-            jnp.issubdtype(graph.avals[v].dtype, jnp.integer) for v in op.outs
-        )
-        if not (compared or searched) or not any(map(known, op.reads)):
+        searched = op.kind not in _ORDERS
+        if searched and (op.kind in cheap or not any(map(is_index, op.outs))):
+            continue
+        if not any(map(known, op.reads)):
             continue
         size = graph.avals[op.outs[0]].size
         for value in {narrow(v, made_by) for v in op.reads if v in data}:
