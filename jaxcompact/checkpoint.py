@@ -50,8 +50,9 @@ def checkpoint(
     Works under jit, grad, vmap, scan, nested and inside or around `jax.checkpoint`;
     goes into jitted functions, scans and branches. A function that reads the axis name
     of a vmap around it, as of a mean over examples, has no backward pass, as with any
-    `jax.custom_vjp`; that of a `jax.shard_map` it may read. Modules:
-    `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
+    `jax.custom_vjp`; that of a `jax.shard_map` it may read. Arrays that ``fun`` closes
+    over may be others at the next trace, not within one (`jax.jit` keeps the first).
+    Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that
     are kept as they are. In a scan, masks and constants that are broadcast are made in
@@ -109,8 +110,8 @@ def checkpoint(
         types = tuple(type(value) for _, value in call.static)
         key = call.static, types, tree, call.types(leaves), _settings()
         state, traced, consts = known.get(key, (None, None, None))
-        # What a function closes over may belong to the trace around it, or change; but
-        # not between two calls in one trace, as for `jax.checkpoint`.
+        # What a function closes over may belong to the trace around it, or change, but
+        # not within one.
         fresh = traced is not None and (
             not consts
             or (

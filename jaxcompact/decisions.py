@@ -3,8 +3,6 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-import jax.numpy as jnp
-
 from jaxcompact.differences import narrow
 from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
@@ -58,12 +56,7 @@ def find_searched(
     cell, as in a table or a spline. Searched, or compared with each of them."""
     found: set[int] = set()
     made_by = {v: op for op in graph.ops for v in op.outs}
-
     cheap = ELEMENTWISE | LAYOUT
-
-    def is_index(value: int) -> bool:
-        aval = graph.avals[value]
-        return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.integer)
 
     def known(value: int) -> bool:
         op = made_by.get(value := narrow(value, made_by))
@@ -83,7 +76,9 @@ def find_searched(
 
     for op in graph.ops:
         searched = op.kind not in _ORDERS
-        if searched and (op.kind in cheap or not any(map(is_index, op.outs))):
+        if searched and op.kind in cheap:
+            continue
+        if searched and all(is_float(graph.avals[v]) for v in op.outs):
             continue
         if not any(map(known, op.reads)):
             continue

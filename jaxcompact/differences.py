@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.graph import Graph, Op, behind, is_float
 from jaxcompact.kinds import (
     ELEMENTWISE,
     EXPONENTIALS,
@@ -22,7 +22,7 @@ from jaxcompact.kinds import (
 )
 
 # Zero where what they read is.
-_MULTIPLES = frozenset(
+MULTIPLES = frozenset(
     "abs clamp convert_element_type div max min mul neg select_n".split()
 )
 # Of others a difference may be infinite: exponentials of what is less a maximum.
@@ -103,28 +103,17 @@ def _has_data(
     if not pair(op, graph, made_by):
         return False
     size = graph.avals[op.outs[0]].size
-    terms = [(v, _behind(v, made_by)) for v in op.reads]
-    for (value, behind), (_, other) in zip(terms, terms[::-1], strict=True):
-        if moving.isdisjoint(behind):
+    terms = [(v, {*behind([v], made_by)}) for v in op.reads]
+    for (value, of), (_, other) in zip(terms, terms[::-1], strict=True):
+        if moving.isdisjoint(of):
             whole = graph.avals[narrow(value, made_by)].size == size
             if whole or value not in fixed:  # no bias that is frozen
                 return True
-        inputs = behind.intersection(graph.inputs) - fixed
-        cheap = not any(expensive(made_by[v]) for v in behind if v in made_by)
+        inputs = of.intersection(graph.inputs) - fixed
+        cheap = not any(expensive(made_by[v]) for v in of if v in made_by)
         if inputs and cheap and inputs.isdisjoint(other):
             return True
     return False
-
-
-def _behind(value: int, made_by: Mapping[int, Op]) -> set[int]:
-    """It, and all that it is made of."""
-    found, todo = {value}, [value]
-    while todo:
-        op = made_by.get(todo.pop())
-        new = {*op.reads} - found if op else set()
-        found.update(new)
-        todo += new
-    return found
 
 
 def _multiples(graph: Graph, differences: Set[int]) -> dict[int, set[int]]:
@@ -134,7 +123,7 @@ def _multiples(graph: Graph, differences: Set[int]) -> dict[int, set[int]]:
         of_each = [found[v] for v in op.reads if v in found]
         if not of_each or not differences.isdisjoint(op.outs):
             continue
-        through = op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op)
+        through = op.kind in MULTIPLES or op.kind in LAYOUT or renames(op)
         if through or is_square(op):
             found |= dict.fromkeys(op.outs, set().union(*of_each))
     return found
@@ -181,7 +170,7 @@ def _chosen(graph: Graph, multiples: Mapping[int, Set[int]]) -> set[int]:
             last = range(len(shape) - len(axes), len(shape))
             count *= math.prod(shape[a] for a in last) if {*axes} == {*last} else 1
             summed[op.outs[0]] = of, count
-        elif op.kind in _MULTIPLES or op.kind in LAYOUT or renames(op):
+        elif op.kind in MULTIPLES or op.kind in LAYOUT or renames(op):
             summed[op.outs[0]] = of, count
     return found
 
@@ -236,15 +225,8 @@ def pair(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> list[int]:
 
 def _is_made_of(value: int, other: int, made_by: Mapping[int, Op]) -> bool:
     """Whether it is, as a mean or a maximum is; the nearest are looked at first."""
-    other, todo, seen = _root(other, made_by), [value], {value}
-    for value in todo:
-        if _root(value, made_by) == other:
-            return True
-        op = made_by.get(value)
-        before = [v for v in (op.reads if op else ()) if v not in seen]
-        seen.update(before)
-        todo += before
-    return False
+    other = _root(other, made_by)
+    return any(_root(v, made_by) == other for v in behind([value], made_by))
 
 
 def _root(value: int, made_by: Mapping[int, Op]) -> int:

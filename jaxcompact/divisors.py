@@ -66,9 +66,9 @@ class _Facts:
             self.ones |= dict.fromkeys(op.outs, _union(self.ones, op.reads))
         if op.kind == "sub":
             self.differences[op.outs[0]] = pair(op, self.graph, self.made_by)
-        elif not self.differences:
-            return
-        elif (op.kind in _SQUARED and op.kind != "reduce_sum") or squared or layout:
+        elif self.differences and (
+            squared or layout or (op.kind in _SQUARED and op.kind != "reduce_sum")
+        ):
             terms = _union(self.differences, op.reads)
             self.differences |= dict.fromkeys(op.outs, terms)
 

@@ -2,7 +2,14 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,6 +104,24 @@ class Graph:
             if found.issuperset(op.reads) and not op.eqn.effects:
                 found.update(op.outs)
         return found
+
+
+def behind(
+    values: Iterable[int],
+    made_by: Mapping[int, Op],
+    through: Callable[[Op], bool] = lambda op: True,
+) -> Iterator[int]:
+    """They, and what they are made of ``through`` such operations; each once, the
+    nearest first."""
+    seen = dict.fromkeys(values)
+    todo = list(seen)
+    for value in todo:
+        yield value
+        op = made_by.get(value)
+        if op is not None and through(op):
+            new = [v for v in dict.fromkeys(op.reads) if v not in seen]
+            seen.update(dict.fromkeys(new))
+            todo += new
 
 
 def read(env: dict[int, Any], value: Value) -> Any:

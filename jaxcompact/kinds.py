@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from jaxcompact.graph import Op, graph_of, inner_jaxprs
+from jaxcompact.graph import Op, behind, graph_of, inner_jaxprs
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -72,15 +72,7 @@ def expensive(op: Op) -> bool:
 
 def is_of_expensive(value: int, made_by: Mapping[int, Op]) -> bool:
     """Whether it is made by an expensive operation, or cheaply of what one makes."""
-    todo, seen = [value], {value}
-    for value in todo:
-        op = made_by.get(value)
-        if op is not None and expensive(op):
-            return True
-        new = {*op.reads} - seen if op else ()
-        seen.update(new)
-        todo += new
-    return False
+    return any(v in made_by and expensive(made_by[v]) for v in behind([value], made_by))
 
 
 def renames(op: Op) -> bool:

@@ -249,7 +249,7 @@ class Compress:
         if tensor.statistic:
             return Save(), "small beside what it is made of"
         if tensor.divisor and tensor.near:
-            return Save(), "of a loss's differences or correlations: scaled or small"
+            return Save(), "a loss's difference or correlations, scaled or small"
         if tensor.divisor:
             return Save(), "a divisor, logarithm or the like: its errors would grow"
         most = 2 * self.terms if tensor.exponent else self.terms
@@ -269,9 +269,8 @@ class Compress:
                 return Save(), "as small as its codes"
             if tensor.near and self.codec.bits < 8:
                 # Beside an outlier's, in 4 bits, the small ones of a group are zero.
-                return replace(
-                    self.codec, bits=8
-                ), "of a loss's differences or correlations"
+                larger = replace(self.codec, bits=8)
+                return larger, "a loss's difference or correlations"
         return self.codec, "expensive to make again"
 
     def _decide_exact(self, tensor: Tensor) -> tuple[Action, str]:

@@ -101,11 +101,12 @@ def test_products_that_others_read_are_none():
     assert [name for name, tensor in found.items() if tensor.near] == ["sub.1"]
 
 
-def test_a_layer_whose_parameters_are_not_known_gives_none():
+@pytest.mark.parametrize("params", [0, None])
+def test_a_product_with_parameters_is_none(params):
     def fun(w, x):
         return jnp.sum((jnp.tanh(x @ w) @ w) ** 2)
 
-    found = candidates(fun, EYE, X[:64], params=None)
+    found = candidates(fun, EYE, X[:64], params=params)
     assert not any(tensor.near for tensor in found.values())
-    found = candidates(barlow_twins, PARAMS, X, params=None)
+    found = candidates(barlow_twins, PARAMS, X, params=params)
     assert found["dot_general.4"].near and not found["dot_general.0"].near
