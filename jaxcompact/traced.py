@@ -73,6 +73,7 @@ class Traced:
 
     def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
         if perturbed not in self.plans:
+            self._require_sizes()
             plan = self.plans[perturbed] = Plan(self, perturbed)
             if not self.prefix:
                 self._require_matches(plan, perturbed)
@@ -89,6 +90,14 @@ class Traced:
         """The function's own inputs, and those with which its policy probes it."""
         count = len(self.graph.inputs)
         return inputs[:count], inputs[count:]
+
+    def _require_sizes(self) -> None:
+        for aval in map(self.graph.avals.__getitem__, self.graph.inputs):
+            if not all(isinstance(n, int) for n in aval.shape):
+                raise NotImplementedError(
+                    f"checkpoint of {self.label!r}: shapes must be numbers where it is "
+                    f"differentiated, got {aval}: what is stored is chosen by its size"
+                )
 
     def _require_matches(self, plan: "Plan", perturbed: tuple[bool, ...]) -> None:
         unused = getattr(self.policy, "unused", lambda names: [])(plan.names())

@@ -54,6 +54,18 @@ def test_mixed_second_derivatives():
         assert relative(got, jax.grad(penalty(mlp))(W)) < 10 * ULPS
 
 
+def test_a_gradient_of_any_length():
+    """The function itself can be exported so."""
+    small = jc.checkpoint(mlp, policy=LOSSY, params=0)
+    (length,) = jax.export.symbolic_shape("n")
+    w = jax.eval_shape(lambda: W)
+    x = jax.ShapeDtypeStruct((length, X.shape[-1]), X.dtype)
+    exported = jax.export.export(jax.jit(small))(w, x)
+    np.testing.assert_array_equal(exported.call(W, X), small(W, X))
+    with pytest.raises(NotImplementedError, match=r"'mlp'.* got float32\[n,"):
+        jax.export.export(jax.jit(jax.grad(weighted(small))))(w, x)
+
+
 @pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
 def test_what_is_printed_is_printed_once(policy, capsys):
     def block(w, x):
