@@ -74,8 +74,8 @@ def checkpoint(
     differentiated, for a rule that matches no tensor and an action that does not fit a
     tensor.
     NotImplementedError for second derivatives through what is encoded, for calls of the
-    host (``io_callback``), and for gradients of symbolic shapes (`jax.export`). TypeError
-    for forward mode (jvp).
+    host (``io_callback``), and for gradients of symbolic shapes (`jax.export`).
+    TypeError for forward mode (jvp).
 
     Source: GACT (arXiv 2206.11357), Adacc (arXiv 2508.00806); the replay is ours.
 
