@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxcompact.differences import narrow
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, is_float
+from jaxcompact.graph import Graph, Op, graph_of, is_float
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"
@@ -25,7 +25,7 @@ def decides(
             inner.kind in (*_ROUNDS, "sign")
             or (inner.kind == "convert_element_type" and _of_bool(inner))
             or _chooses_constants(inner, body)
-            for body in map(graph_of, inner_jaxprs(op))
+            for body in map(graph_of, op.jaxprs)
             for inner in body.ops
         )
     if op.kind not in ELEMENTWISE:

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxcompact.graph import Graph, Op, inner_jaxprs, is_float
+from jaxcompact.graph import Graph, Op, is_float
 from jaxcompact.kinds import ELEMENTWISE, expensive
 
 
@@ -49,7 +49,7 @@ def find_functions(
 
 def function_name(op: Op) -> str:
     if op.kind == "custom_jvp_call":
-        (body, *_) = inner_jaxprs(op)
+        (body, *_) = op.jaxprs
         return getattr(body, "jaxpr", body).debug_info.func_name
     return op.scope if op.scope and not op.scope.startswith("_") else op.kind
 

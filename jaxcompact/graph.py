@@ -32,6 +32,7 @@ class Op:
 
     Attributes:
         eqn: the equation it comes from.
+        kind: its primitive's name.
         name: ``"dot_general.3"``, the fourth of its kind in the function.
         scope: name of the innermost jitted function around it, ``"silu"``.
         calls: the equations of the jitted functions around it, outermost first.
@@ -40,15 +41,12 @@ class Op:
     """
 
     eqn: JaxprEqn
+    kind: str
     name: str
     scope: str
     calls: tuple[JaxprEqn, ...]
     ins: tuple[Value, ...]
     outs: tuple[int, ...]
-
-    @functools.cached_property
-    def kind(self) -> str:
-        return self.eqn.primitive.name
 
     @property
     def where(self) -> str:
@@ -58,6 +56,11 @@ class Op:
     @functools.cached_property
     def reads(self) -> list[int]:
         return [value for value in self.ins if not isinstance(value, Literal)]
+
+    @functools.cached_property
+    def jaxprs(self) -> tuple[Any, ...]:
+        """Of what is inside: a loop's body, a cond's branches."""
+        return tuple(jaxprs_in_params(self.eqn.params))
 
     def bind(self, *values: Any, **params: Any) -> list[Any]:
         """Its outputs, with some parameters replaced."""
@@ -151,10 +154,12 @@ def graph_of(jaxpr: Any) -> Graph:
                     graph.constants[inside[variable]] = value
                 outs = enter(inner, inside, params.get("name", scope), (*calls, eqn))
             else:
+                if kind == "custom_jvp_call" and params["symbolic_zeros"]:
+                    kind = "custom_vjp_call"  # a checkpoint's: see `pullbacks`
                 counts[kind] = counts.get(kind, -1) + 1
                 outs = tuple(map(new, eqn.outvars))
                 name = f"{kind}.{counts[kind]}"
-                graph.ops.append(Op(eqn, name, scope, calls, ins, outs))
+                graph.ops.append(Op(eqn, kind, name, scope, calls, ins, outs))
             env.update(zip(eqn.outvars, outs, strict=True))
         return list(map(number, jaxpr.outvars))
 
@@ -230,14 +235,10 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def inner_jaxprs(op: Op) -> Iterator[Any]:
-    return jaxprs_in_params(op.eqn.params)
-
-
 def bodies(op: Op) -> Iterator[tuple[Graph, int]]:
     """With the first of the operation's inputs that they read; none of a while loop."""
     first = 1 if op.kind == "cond" else 0
-    for body in map(graph_of, inner_jaxprs(op)):
+    for body in map(graph_of, op.jaxprs):
         same = len(body.inputs) == len(op.ins) - first
         if same and len(body.outputs) == len(op.outs):
             yield body, first

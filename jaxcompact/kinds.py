@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from jaxcompact.graph import Op, behind, graph_of, inner_jaxprs
+from jaxcompact.graph import Op, behind, graph_of
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -63,9 +63,7 @@ def expensive(op: Op) -> bool:
     """Whether an operation is worth storing the result of."""
     if op.kind in HOLDERS:
         return any(
-            expensive(inner)
-            for body in inner_jaxprs(op)
-            for inner in graph_of(body).ops
+            expensive(inner) for body in op.jaxprs for inner in graph_of(body).ops
         )
     return op.kind not in CHEAP
 
@@ -84,7 +82,7 @@ def renames(op: Op) -> bool:
 
 def is_any(op: Op, kinds: Collection[str]) -> bool:
     """Whether it is one of these kinds, or one of them is inside it."""
-    bodies = map(graph_of, inner_jaxprs(op))
+    bodies = map(graph_of, op.jaxprs)
     return op.kind in kinds or any(
         is_any(o, kinds) for body in bodies for o in body.ops
     )

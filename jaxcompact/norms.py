@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
+from jaxcompact.graph import Graph, Op, graph_of, read
 from jaxcompact.kernels.functions.rows import TAKEN
 from jaxcompact.regions import is_along, is_written
 
@@ -132,6 +132,6 @@ def _readers_of(
 def _is_taken(op: Op) -> bool:
     """Whether a kernel may evaluate it, by its kind."""
     if op.kind == "custom_jvp_call":
-        (body,) = map(graph_of, inner_jaxprs(op))
+        (body,) = map(graph_of, op.jaxprs)
         return len(op.outs) == 1 and all(map(_is_taken, body.ops))
     return op.kind in TAKEN

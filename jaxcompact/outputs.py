@@ -1,8 +1,8 @@
 """Outputs of a checkpoint that differ in what they are made of.
 
-`jax.custom_vjp` under `jax.vmap` takes the cotangent of an output that is the same for
-all examples for that of each: summed up, it counts as often as there are examples (jax
-0.12 refuses to). So what is made of parameters alone is made beside it (and again by
+A rule of differentiation under `jax.vmap` takes the cotangent of an output that is the
+same for all examples for that of each: summed up, it counts as often as there are
+examples. So what is made of parameters alone is made beside it (and again by
 the backward pass), and all other outputs are seen to read what any of them reads.
 """
 

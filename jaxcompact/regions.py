@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxcompact.graph import Graph, Op, graph_of, inner_jaxprs, read
+from jaxcompact.graph import Graph, Op, graph_of, read
 from jaxcompact.kernels.functions.operations import TAKEN
 from jaxcompact.kinds import expensive, renames
 
@@ -113,6 +113,6 @@ def is_along(value: int, of: int, graph: Graph) -> bool:
 def _is_elementwise(op: Op) -> bool:
     """Whether a kernel may evaluate it, by its kind."""
     if op.kind == "custom_jvp_call":
-        (body,) = map(graph_of, inner_jaxprs(op))
+        (body,) = map(graph_of, op.jaxprs)
         return len(op.outs) == 1 and all(map(_is_elementwise, body.ops))
     return op.kind in TAKEN and not renames(op)

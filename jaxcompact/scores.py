@@ -11,7 +11,6 @@ from jaxcompact.graph import (
     Op,
     bodies,
     graph_of,
-    inner_jaxprs,
     scanned_inputs,
     state_of,
 )
@@ -159,7 +158,7 @@ def _same(body: Graph, op: Op, first: int, fixed: set[int]) -> set[int]:
 def _bodies(op: Op) -> Iterable[tuple[Graph, int]]:
     """Each body's graph, and the first of the operation's inputs that it reads."""
     if op.kind in _RULES:
-        return [(graph_of(next(inner_jaxprs(op))), 0)]
+        return [(graph_of(op.jaxprs[0]), 0)]
     return bodies(op)
 
 

@@ -2,13 +2,10 @@
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.codecs import Quantized
 from jaxcompact.forward import held
@@ -17,7 +14,6 @@ from jaxcompact.graph import (
     Op,
     barrier,
     graph_of,
-    inner_jaxprs,
     joined,
     read,
     renewed,
@@ -27,6 +23,7 @@ from jaxcompact.loops import inputs_of_body, known_inside
 from jaxcompact.norms import Norm
 from jaxcompact.outputs import Outputs, even
 from jaxcompact.policy import ChoosesActions
+from jaxcompact.pullbacks import Mask, differentiable, instantiated
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
 from jaxcompact.stores import Store
@@ -126,14 +123,14 @@ class Traced:
         if op.kind not in ("scan", "cond"):
             return op.bind(*values)
         if op not in self.bodies:
-            jaxprs = enumerate(inner_jaxprs(op))
+            jaxprs = enumerate(op.jaxprs)
             self.bodies[op] = tuple(self._body(op, i, jaxpr) for i, jaxpr in jaxprs)
         bodies = self.bodies[op]
         if op.kind == "cond":
-            return _switch(bodies, *values)
+            return _switch(bodies, list(values))
         (body,) = bodies
         avals = [body.graph.avals[v] for v in body.graph.inputs]
-        jaxpr = jax.make_jaxpr(lambda *inputs: run(body, *inputs))(*avals)
+        jaxpr = jax.make_jaxpr(lambda *inputs: run(body, list(inputs)))(*avals)
         return op.bind(*values, jaxpr=jaxpr)
 
     def _body(self, op: Op, index: int, jaxpr: Any) -> "Traced":
@@ -189,7 +186,7 @@ class Plan:
 
     def active(self, cts: Sequence[Any]) -> list[jax.Array]:
         """The cotangents that the backward pass takes, of all outputs'."""
-        return [_instantiated(cts[i]) for i in self.replay.recording.active]
+        return [instantiated(cts[i]) for i in self.replay.recording.active]
 
     def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
@@ -268,40 +265,35 @@ class Plan:
 # --- differentiation -------------------------------------------------------------
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run(traced: Traced, *inputs: Any) -> list[Any]:
-    """The function's outputs; it is differentiated from what its policy stores."""
-    return traced.primal(*traced.split(inputs)[0])
-
-
-def _run_forward(traced: Traced, *inputs: Any):
-    mask, inputs = _opened(inputs)
+def _forward(traced: Traced, mask: Mask, inputs: list[Any]) -> tuple[list[Any], Any]:
     plan = traced.plan(traced.split(mask)[0])
     outs, stored = plan.forward(*inputs)
     # As they are: a loop over layers then knows them for slices of the parameters.
-    return outs, (_Static(mask), plan.kept(inputs), stored)
+    return outs, (plan.kept(inputs), stored)
 
 
-def _run_backward(traced: Traced, residuals, cts):
-    mask, kept, stored = residuals
-    plan = traced.plan(traced.split(mask.value)[0])
+def _backward(traced: Traced, mask: Mask, residuals: Any, cts: list[Any]) -> list[Any]:
+    kept, stored = residuals
+    plan = traced.plan(traced.split(mask)[0])
     moved = plan.backward(kept, stored, plan.active(cts))
     found = dict(zip(plan.replay.recording.wrt, moved, strict=True))
-    return tuple(found.get(i) for i in range(len(mask.value)))
+    return [found.get(i) for i in range(len(mask))]
 
 
-run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+# The function's outputs; it is differentiated from what its policy stores.
+run = differentiable(
+    lambda traced, inputs: traced.primal(*traced.split(inputs)[0]),
+    _forward,
+    _backward,
+    lambda traced: traced.label,
+)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _switch(branches: tuple[Traced, ...], index: Any, *inputs: Any) -> list[Any]:
-    """`jax.lax.switch`, whose own derivative would copy the inputs it keeps."""
-    return jax.lax.switch(index, [branch.primal for branch in branches], *inputs)
-
-
-def _switch_forward(branches: tuple[Traced, ...], index: Any, *inputs: Any):
-    mask, inputs = _opened(inputs)
-    plans = [branch.plan(mask) for branch in branches]
+def _forward_of_one(
+    branches: tuple[Traced, ...], mask: Mask, inputs: list[Any]
+) -> tuple[list[Any], Any]:
+    index, *inputs = inputs
+    plans = [branch.plan(mask[1:]) for branch in branches]
 
     def branch(plan):
         def forward(*inputs):
@@ -310,16 +302,18 @@ def _switch_forward(branches: tuple[Traced, ...], index: Any, *inputs: Any):
 
         return forward
 
-    outs, stored = jax.lax.switch(index.value, list(map(branch, plans)), *inputs)
-    return outs, (_Static(mask), index.value, inputs, stored)
+    outs, stored = jax.lax.switch(index, list(map(branch, plans)), *inputs)
+    return outs, (index, inputs, stored)
 
 
-def _switch_backward(branches: tuple[Traced, ...], residuals, cts):
-    mask, index, inputs, stored = residuals
-    wrt = [i for i, moves in enumerate(mask.value) if moves]
+def _backward_of_one(
+    branches: tuple[Traced, ...], mask: Mask, residuals: Any, cts: list[Any]
+) -> list[Any]:
+    index, inputs, stored = residuals
+    wrt = [i for i, moves in enumerate(mask[1:]) if moves]
 
     def branch(i):
-        plan = branches[i].plan(mask.value)
+        plan = branches[i].plan(mask[1:])
 
         def backward(inputs, stored, cts):
             kept = [inputs[k] for k in plan.replay.kept]
@@ -329,35 +323,26 @@ def _switch_backward(branches: tuple[Traced, ...], residuals, cts):
 
         return backward
 
-    cts = list(map(_instantiated, cts))
     functions = list(map(branch, range(len(branches))))
+    cts = list(map(instantiated, cts))
     moved = jax.lax.switch(index, functions, inputs, stored, cts)
     found = dict(zip(wrt, moved, strict=True))
-    return None, *(found.get(i) for i in range(len(mask.value)))
+    return [None, *(found.get(i) for i in range(len(inputs)))]
 
 
-_switch.defvjp(_switch_forward, _switch_backward, symbolic_zeros=True)
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class _Static:
-    """What is known when tracing, among the residuals."""
-
-    value: Any
-
-
-def _opened(inputs: Sequence[Any]) -> tuple[tuple[bool, ...], list[Any]]:
-    """Which inputs are differentiated, and the inputs."""
-    return tuple(x.perturbed for x in inputs), [x.value for x in inputs]
+# `jax.lax.switch`, whose own derivative would copy the inputs it keeps.
+_switch = differentiable(
+    lambda branches, inputs: jax.lax.switch(
+        inputs[0], [branch.primal for branch in branches], *inputs[1:]
+    ),
+    _forward_of_one,
+    _backward_of_one,
+    lambda branches: branches[0].label,
+)
 
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _instantiated(ct: Any) -> jax.Array:
-    return zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct
 
 
 def _guard(label: str) -> Callable:

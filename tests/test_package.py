@@ -36,6 +36,7 @@ LAYERS = (
         "loops",
         "phases",
         "outputs",
+        "pullbacks",
         "schedule",
         "regions",
     },

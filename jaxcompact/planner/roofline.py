@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Op, graph_of, inner_jaxprs, on_host
+from jaxcompact.graph import Op, graph_of, on_host
 from jaxcompact.kernels.explicit import part
 from jaxcompact.kinds import REDUCTIONS, expensive
 from jaxcompact.memory.cards import Device
@@ -41,7 +41,7 @@ def operation_seconds(op: Op, card: Device) -> float:
         return moved
     if not expensive(op):
         return 0.0
-    if inner := list(map(graph_of, inner_jaxprs(op))):
+    if inner := list(map(graph_of, op.jaxprs)):
         each = [sum(operation_seconds(o, card) for o in g.ops) for g in inner]
         if op.kind == "scan":
             return op.eqn.params["length"] * sum(each)

@@ -61,9 +61,9 @@ def symmetric_levels(
     """``extreme``: the value furthest from zero, of two the negative; ``mean`` |x|."""
     top = 2 ** (bits - 1)
     if bits == 1:
-        scale = jnp.abs(extreme) if stochastic else mean
+        scale = jax.lax.abs(extreme) if stochastic else mean
     elif bits == 8 or stochastic:
-        scale = jnp.abs(extreme) * np.float32(1 / (top - 1))
+        scale = jax.lax.abs(extreme) * np.float32(1 / (top - 1))
     else:
         scale = extreme * np.float32(-1 / top)
     scale = jnp.where(finite, scale, np.float32(np.nan))
@@ -99,7 +99,7 @@ def code(x: jax.Array, of: Levels, u: jax.Array | None, *, bits: int) -> jax.Arr
     position = jnp.clip(position, float(-zero), float(2**bits - 1 - zero))
     if u is not None:
         # Not by adding and subtracting: XLA may take that for nothing.
-        floor = jnp.round(position)
+        floor = jax.lax.round(position, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
         floor -= (floor > position).astype(jnp.float32)
         position = floor + (floor + u < position).astype(jnp.float32)
     rounded = position + np.float32(_INTEGERS)
@@ -131,4 +131,4 @@ def saturated(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     if info.bits > 32:
         return x.astype(dtype)
     clipped = jnp.clip(x, float(info.min), float(info.max))
-    return jnp.where(jnp.abs(x) == np.inf, x, clipped).astype(dtype)
+    return jnp.where(jax.lax.abs(x) == np.inf, x, clipped).astype(dtype)

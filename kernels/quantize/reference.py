@@ -111,7 +111,7 @@ def ends(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     finite = (found[0] > ~infinity) & (found[1] < infinity)
     low, high = (jax.lax.bitcast_convert_type(ordered(a), x.dtype) for a in found)
     return tuple(
-        jnp.expand_dims(a, axis)
+        jax.lax.expand_dims(a, (x.ndim + axis,))
         for a in (low.astype(jnp.float32), high.astype(jnp.float32), finite)
     )
 

@@ -21,13 +21,13 @@ _MANTISSA = [0x000000, 0x1837F0, 0x3504F3, 0x5744FD]  # of 2^(k/4), k = 0..3
 def away(x: jax.Array) -> jax.Array:
     """Finite float32 rounded away from zero to bfloat16; overflows to infinity."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    bits = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
+    bits = (bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def down(x: jax.Array) -> jax.Array:
     """Finite float32 rounded down to bfloat16; saturates."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & np.uint32(0xFFFF0000)
     truncated = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(x < 0, jnp.maximum(away(x), -BFLOAT16_MAX), truncated)
 
@@ -43,8 +43,8 @@ def store(
     if bits == 8:
         code = _logarithm(scale)
         return load(code), code
-    size = jnp.clip(away(jnp.abs(scale)), SMALLEST, largest)
-    used = jnp.where(scale == 0, 0.0, jnp.sign(scale) * size)
+    size = jnp.clip(away(jax.lax.abs(scale)), SMALLEST, largest)
+    used = jnp.where(scale == 0, 0.0, jax.lax.sign(scale) * size)
     return used, jnp.where(jnp.isnan(scale), jnp.nan, used).astype(jnp.bfloat16)
 
 
@@ -55,8 +55,9 @@ def inverse(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     their quarter: the reciprocal of 2^127 is below the normal numbers, where XLA has 0.
     (By a factor that is no constant: XLA would move a constant into the reciprocal.)
     """
-    factor = jnp.where(jnp.abs(scale) > 1, np.float32(0.25), np.float32(1.0))
-    return factor, jnp.where(scale == 0, np.float32(0.0), 1 / (scale * factor))
+    quarter, one, zero = (jax.lax.full_like(scale, x) for x in (0.25, 1.0, 0.0))
+    factor = jax.lax.select(jax.lax.abs(scale) > 1, quarter, one)
+    return factor, jax.lax.select(scale == 0, zero, 1 / (scale * factor))
 
 
 def ratio(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -73,7 +74,7 @@ def load(stored: jax.Array) -> jax.Array:
     code = stored & 127
     quarters = code - 1 + _LOWEST
     mantissa = sum(
-        jnp.where(quarters & 3 == k, jnp.int32(_MANTISSA[k]), 0) for k in (1, 2, 3)
+        jnp.where(quarters & 3 == k, np.int32(_MANTISSA[k]), 0) for k in (1, 2, 3)
     )
     bits = ((quarters >> 2) + 127 << 23) + mantissa
     size = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -83,7 +84,7 @@ def load(stored: jax.Array) -> jax.Array:
 
 def _logarithm(scale: jax.Array) -> jax.Array:
     """The code of the next quarter octave, compared as integers: no logarithm."""
-    bits = jax.lax.bitcast_convert_type(jnp.abs(scale), jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jax.lax.abs(scale), jnp.int32)
     mantissa = bits & 0x7FFFFF
     above = sum((mantissa > m).astype(jnp.int32) for m in _MANTISSA)
     quarters = 4 * ((bits >> 23) - 127) + above
