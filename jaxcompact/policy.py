@@ -261,7 +261,14 @@ class Compress:
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of softmax scores"
         if tensor.exponent and isinstance(self.scores, Quantized):
-            return self.scores, "an exponential or a norm is taken of it"
+            return self.scores, "an exponential is taken of it"
+        if tensor.enlarged and self.scores is not None:
+            codecs = (self.scores, self.codec)
+            codec = next((c for c in codecs if isinstance(c, Quantized)), None)
+            if codec is not None:  # not beside another row's, another head's, entries
+                group = min(codec.group_size, tensor.shape[-1])
+                rows = replace(codec, bits=8, group_size=group)
+                return rows, "a norm of its rows is taken"
         if tensor.fused and self.attention not in (None, Recompute()):
             return self.attention, "of an attention that keeps its normalization"
         if isinstance(self.codec, Quantized):

@@ -44,8 +44,9 @@ class Tensor:
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute. Or correlations whose squares a loss adds up, and
             what they are of.
-        exponent: an exponential is taken of it, or of what is cheaply made of it; or a
-            norm, and a loop of products gives it.
+        exponent: an exponential is taken of it, or of what is cheaply made of it.
+        enlarged: a loop of products gives it, and a norm is taken of it: that enlarges
+            what is small of it, with its rounding.
         terms: for the product of two activations, the number of terms summed up.
         normed: a norm or variance of what is made of such products, or by a loop of
             them. It is also made again with that, and stands where no row has shrunk.
@@ -68,6 +69,7 @@ class Tensor:
     divisor: bool = False
     near: bool = False
     exponent: bool = False
+    enlarged: bool = False
     terms: int | None = None
     normed: bool = False
     step: bool = False

@@ -116,7 +116,7 @@ class Tensors:
         }
         norms = [v for v in stored if self.found[v].normed]
         attention = find_attention(graph, self.fixed, stored, known, norms)
-        exponents = find_exponents(graph, self.fixed, stored) | enlarged
+        exponents = find_exponents(graph, self.fixed, stored)
         steep = bells | find_angles(graph, self.data) | find_expanded(graph, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         phases, again = find_phases(graph, self.fixed, moving, stored)
@@ -129,6 +129,7 @@ class Tensors:
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
                 exponent=value in exponents,
+                enlarged=value in enlarged,
                 divisor=tensor.divisor
                 or value in divisors | phases
                 or kind in LINEAR_ALGEBRA,

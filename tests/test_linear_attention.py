@@ -77,6 +77,20 @@ def selective_scan(p, x):
     return rms((y + v) * jax.nn.silu(x @ p["gate"])) @ p["o"]
 
 
+def by_head(p, x):
+    """A recurrence over tokens, and a norm of each head, of 16."""
+    q, k, v = ((x @ p[n]).reshape(-1, TOKENS, 2, 16).swapaxes(0, 1) for n in "qkv")
+
+    def step(state, now):
+        q, k, v = now
+        state = 0.97 * state + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhkv,bhk->bhv", state, q)
+
+    start = jnp.zeros_like(k[0, ..., None] * v[0, ..., None, :])
+    y = rms(jax.lax.scan(step, start, (q, k, v))[1]).swapaxes(0, 1)
+    return y.reshape(x.shape[0], TOKENS, INNER) @ p["o"]
+
+
 def params(inner):
     shapes = dict.fromkeys(["q", "k", "v", "gate"], (WIDTH, inner))
     shapes |= {"o": (inner, WIDTH), "steps": (WIDTH, 4)}
@@ -190,6 +204,28 @@ def test_what_a_loop_gives_to_a_norm_has_8_bits():
     actions = {row.name: row.action for row in rows}
     assert "bits=8" in actions["scan.0.1"]
     assert actions["x"] == "Quantized(bits=4)"
+
+
+def test_a_head_that_is_small_has_scales_of_its_own():
+    """In a group with other heads, as others' activations, nothing is left of it."""
+    x = normal(9, 2, TOKENS, WIDTH)
+    q, k = PARAMS["q"], PARAMS["k"]
+    # Of the first token a head gives q k^T times v: without most of what q k^T reads.
+    of_first = k[:, :16] @ (x[0, 0] @ q[:, :16])
+    size = of_first @ of_first
+    x = x.at[0, 0].add(-0.99 * (x[0, 0] @ of_first) * of_first / size)
+
+    def gradient(layer):
+        return jax.jit(jax.grad(lambda p: jnp.mean((layer(p, x) - 1) ** 2)))(PARAMS)
+
+    def off(policy):
+        found = gradient(jc.checkpoint(by_head, policy=policy, params=0))
+        pairs = [(found[n] - exact[n], exact[n]) for n in "qkvo"]
+        return max(jnp.linalg.norm(a) / jnp.linalg.norm(b) for a, b in pairs)
+
+    exact = gradient(by_head)
+    as_others = jc.Policy({"scan.0.1": jc.Quantized(8)}, default=jc.policies.int8())
+    assert off(jc.policies.int8()) < 0.03 < off(as_others)
 
 
 @pytest.mark.slow

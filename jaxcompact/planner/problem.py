@@ -177,7 +177,7 @@ def problem(
             for i in items
             if i.tensor.divisor
             or i.tensor.near
-            or (i.tensor.exponent and found is None)
+            or ((i.tensor.exponent or i.tensor.enlarged) and found is None)
         ),
         actions,
         stages,
@@ -230,7 +230,9 @@ def _item(
         measured = found.effects[tensor.name].errors
         where = shape, tensor.dtype
         actions += (codec for codec in measured if not codec.host_nbytes(*where))
-    elif tensor.scores is not None or tensor.exponent or tensor.fused:
+    elif (
+        tensor.scores is not None or tensor.exponent or tensor.enlarged or tensor.fused
+    ):
         here = isinstance(asked, Codec) and not asked.host_nbytes(shape, tensor.dtype)
         actions += [asked] if here else []
     else:
