@@ -11,6 +11,7 @@ from jaxcompact.choices import choices, choose
 from jaxcompact.graph import Graph, Op, Value, read
 from jaxcompact.kinds import BLOCKS, expensive
 from jaxcompact.program import Program
+from jaxcompact.rules import decided_before
 from jaxcompact.sources import Choice, Residual, Slope, Source
 from jaxcompact.tensors import Tensors
 
@@ -77,9 +78,15 @@ class Recording:
                 if self._chooses(op):
                     outs, chosen[Choice(op)] = choose(op, values)
                     return outs
-                if not self._is_block(op):
+                backward, moved = None, list(filter(self.moves, op.outs))
+                if self._is_block(op):
+                    outs, backward = self.differentiate(op, values)
+                elif op.kind == "custom_vjp_call" and moved:
+                    outs, backward = self.differentiate(op, values)
+                    cts = [graph.avals[v].to_ct_aval() for v in moved]
+                    backward = decided_before(backward, cts)
+                if backward is None:
                     return op.bind(*values)
-                outs, backward = self.differentiate(op, values)
                 leaves, trees[op] = jax.tree.flatten(backward)
                 residuals.update((Residual(op, k), x) for k, x in enumerate(leaves))
                 return outs

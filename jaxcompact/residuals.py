@@ -29,6 +29,7 @@ def find_residuals(recording: Recording) -> Iterator[tuple[Residual | Choice, Te
             yield source, _choice(recording, source)
         elif isinstance(source, Residual):
             divisor, discrete = value in steep, value in decides
+            discrete |= recording.avals[source].dtype == bool
             # One that is a value of the graph is decided of there.
             if divisor or discrete or source not in recording.links:
                 divisor = divisor or source in infinite

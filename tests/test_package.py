@@ -40,7 +40,7 @@ LAYERS = (
         "schedule",
         "regions",
     },
-    {"subspace", "tensors", "program", "norms"},
+    {"subspace", "tensors", "program", "norms", "rules"},
     {"policy", "recording"},
     {"residuals", "forward", "backward"},
     {"policies", "replay"},
