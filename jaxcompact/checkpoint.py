@@ -327,7 +327,9 @@ def _trace(
 
 
 def _label(fun: Callable) -> str:
-    name = getattr(fun, "__name__", repr(fun))
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    name = getattr(fun, "__name__", type(fun).__name__)
     code = getattr(inspect.unwrap(fun), "__code__", None)
     if name != "<lambda>" or code is None:
         return name

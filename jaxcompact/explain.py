@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import jax.numpy as jnp
@@ -126,7 +127,7 @@ def explain(
     """
     if policy is not None:
         fun = checkpoint(fun, policy=policy, params=params)
-    if not callable(fun) or fun not in TRACERS:
+    if not isinstance(fun, FunctionType) or fun not in TRACERS:
         raise ValueError(
             f"policy must be given for a function that is not checkpointed: {fun!r}"
         )

@@ -59,6 +59,7 @@ def checkpoint(
     *,
     policy: ChoosesActions = RECOMPUTE,
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     prevent_cse: bool = True,
     methods: Any = None,
 ) -> Any:
@@ -91,8 +92,8 @@ def checkpoint(
 
     # Its name is part of those of the submodules it makes, as in `nn.remat`.
     def checkpoint(fn: Any, called: Callable = of) -> Any:
-        label = getattr(called, "__qualname__", repr(called)).split("<locals>.")[-1]
-        label = label.removesuffix(".__call__")
+        label = getattr(called, "__qualname__", type(called).__name__)
+        label = label.split("<locals>.")[-1].removesuffix(".__call__")
 
         def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
             @functools.wraps(called)
@@ -108,6 +109,7 @@ def checkpoint(
                 policy=policy,
                 params=(0, 1),
                 static_argnums=static,
+                static_argnames=static_argnames,
                 prevent_cse=prevent_cse,
             )
             return run(variable_groups, rng_groups, *args, **kwargs)

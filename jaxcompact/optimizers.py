@@ -69,10 +69,11 @@ def in_subspace(
             they hardly depend on P. First moments are the state's fields ``mu``,
             ``trace``, ``ema`` and ``acc_grads``; one that a variance is taken around
             (``rmsprop(centered=True)``) is reset where others are transferred. All else
-            is kept as well: first moments of other names (Adan's, AdEMAMix'), and past
-            positions, distances from them and sums of updates, as ``schedule_free``,
-            ``prodigy``, ``mechanize``, ``apply_every`` or ``lbfgs`` have, which mean
-            nothing under a new P. For those take a period that is longer than the run.
+            is kept as well: first moments of other names (Adan's, AdEMAMix') and of
+            `optax.flatten`, and past positions, distances from them and sums of
+            updates, as ``schedule_free``, ``prodigy``, ``mechanize``, ``apply_every``
+            or ``lbfgs`` have, which mean nothing under a new P. For those take a period
+            that is longer than the run.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
@@ -124,7 +125,8 @@ def in_subspace(
                 "params must be given to update: lifting needs their shapes"
             )
         if not isinstance(state, SubspaceState):
-            raise ValueError(f"state must be what init returned, got {state!r}")
+            got = type(state).__name__
+            raise ValueError(f"state must be what init returned, got a {got}")
         slots = subspace.slots(params)
         _check_sketches(slots, updates, params)
         key = subspace.key_here()

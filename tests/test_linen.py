@@ -125,6 +125,20 @@ def test_checkpoint_leaves_state_as_the_module_does():
     assert 0.0 < jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
 
 
+def test_static_arguments_by_name():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, train=False):
+            return nn.Dense(4)(x) * (2.0 if train else 1.0)
+
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+    small = clinen.checkpoint(Block, static_argnames="train")()
+    variables = small.init(jax.random.key(1), x)
+    for kwargs in {}, {"train": True}:
+        got, exact = (b.apply(variables, x, **kwargs) for b in (small, Block()))
+        np.testing.assert_array_equal(got, exact)
+
+
 def test_checkpoint_names_the_module_and_its_arguments():
     class Block(nn.Module):
         @nn.compact

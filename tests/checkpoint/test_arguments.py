@@ -1,5 +1,6 @@
 """Functions and arguments that `jc.checkpoint` takes, and what it says of others."""
 
+from dataclasses import dataclass
 from functools import partial, wraps
 
 import jax
@@ -210,3 +211,23 @@ def test_methods_and_partial_functions():
         args = (X,) if isinstance(fun, partial) else (W, X)
         small = jc.checkpoint(fun, policy=LOSSY)
         equal(jax.jit(small)(*args), jax.jit(fun)(*args))
+
+
+def test_functions_without_a_name_are_called_by_their_functions_or_their_types():
+    """Not by what they hold: that differs from process to process, and is long."""
+
+    @dataclass
+    class Block:
+        scale: jax.Array
+
+        def __call__(self, w, x):
+            return mlp(w, x) * self.scale
+
+    policy = jc.Policy({"none": SAVE.default})
+    for fun, name in (partial(partial(mlp), x=X), "mlp"), (Block(X), "Block"):
+        small = jc.checkpoint(fun, policy=policy, params=0)
+        args = (W,) if isinstance(fun, partial) else (W, X)
+        with pytest.raises(ValueError, match=f"no tensor of '{name}'"):
+            jax.grad(weighted(small))(*args)
+    with pytest.raises(ValueError, match="policy must be given"):
+        jc.explain(Block(X), W, X)  # which has no hash
