@@ -671,6 +671,43 @@ MUTATIONS = [
         "tests/optimizers/test_inner.py::"
         "test_what_is_accumulated_is_not_lifted_by_another_p",
     ),
+    Mutation(
+        "what examples share counts once for all of them",
+        "jaxcompact/pullbacks.py",
+        "shared = dims[:count], [d is None for d in dims[count:]]",
+        "shared = dims[:count], [False for d in dims[count:]]",
+        "tests/checkpoint/test_vmap.py::test_what_examples_share_counts_once",
+    ),
+    Mutation(
+        "jitted functions are taken apart for their tangents",
+        "jaxcompact/pullbacks.py",
+        'apart = type(trace).__name__ == "JaxprTrace"',
+        "apart = False",
+        "tests/checkpoint/test_tracing.py::"
+        "test_tracing_time_is_near_that_of_jax_checkpoint",
+    ),
+    Mutation(
+        "a backward rule decides by decoded values",
+        "jaxcompact/rules.py",
+        "if not decided(graph, residuals):",
+        "if True:",
+        "tests/test_rules.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "what a rule is made again of decides, not the mask",
+        "jaxcompact/rules.py",
+        "[given[op.outs[0]]] if op.outs[0] in given else op.bind(*values)",
+        "op.bind(*values)",
+        "tests/test_rules.py::test_masks_are_one_bit_an_entry_and_what_they_are_of_is_as_ever",
+    ),
+    Mutation(
+        "heads share a scale",
+        "jaxcompact/policy.py",
+        "group = min(codec.group_size, tensor.shape[-1])",
+        "group = codec.group_size",
+        "tests/test_linear_attention.py::"
+        "test_a_head_that_is_small_has_scales_of_its_own",
+    ),
 ]
 
 
