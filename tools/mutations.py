@@ -623,8 +623,8 @@ MUTATIONS = [
     Mutation(
         "what a loop gives to a norm has few bits",
         "jaxcompact/tensors.py",
-        "find_exponents(graph, self.fixed, stored) | enlarged",
-        "find_exponents(graph, self.fixed, stored)",
+        "enlarged=value in enlarged,",
+        "enlarged=False,",
         "tests/test_linear_attention.py::test_what_a_loop_gives_to_a_norm_has_8_bits",
     ),
     Mutation(
