@@ -48,10 +48,10 @@ def checkpoint(
     expensive are not run again; without a policy all is, as by `jax.checkpoint`.
 
     Works under jit, grad, vmap, scan, nested and inside or around `jax.checkpoint`;
-    goes into jitted functions, scans and branches. A function that reads the axis name
-    of a vmap around it, as of a mean over examples, has no backward pass, as with any
-    `jax.custom_vjp`; that of a `jax.shard_map` it may read. Arrays that ``fun`` closes
-    over may be others at the next trace, not within one (`jax.jit` keeps the first).
+    goes into jitted functions, scans and branches, with other inputs differentiated at
+    each use. ``fun`` may read the axis name of a vmap or a `jax.shard_map` around it,
+    as for a mean over examples. Arrays that it closes over may be others at the next
+    trace, not within one (`jax.jit` keeps the first).
     Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that

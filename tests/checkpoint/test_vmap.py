@@ -71,6 +71,29 @@ def test_what_examples_share_counts_once(fun, params, held, policy):
     assert relative(found, exact) < (0.02 if policy is LOSSY else ULPS)
 
 
+@pytest.mark.parametrize("held", [jax.jit, lambda f: f], ids=["jit", ""])
+@pytest.mark.parametrize("policy", [SAVE, LOSSY], ids=["save", "8 bits"])
+def test_a_mean_over_examples(policy, held):
+    """As of batch norm: of each example's gradient, and of the sum of all."""
+
+    def centered(w, x):
+        y = x @ w
+        return jnp.tanh(y - jax.lax.pmean(y, "examples")) @ w
+
+    def each(fun):
+        slope = jax.grad(lambda x: jnp.sum(fun(W, x) ** 2))
+        return jax.vmap(slope, axis_name="examples")(X)
+
+    def summed(fun):
+        many = jax.vmap(fun, (None, 0), axis_name="examples")
+        return jax.grad(lambda *args: jnp.sum(many(*args) ** 2), (0, 1))(W, X)
+
+    small = held(jc.checkpoint(centered, policy=policy, params=0))
+    for use in each, summed:
+        off = relative(use(small), use(centered))
+        assert off < (0.02 if policy is LOSSY else ULPS)
+
+
 @pytest.mark.parametrize("params", [0, None])
 def test_what_models_share_counts_once(params):
     """As adapters of one model: the second output has the weights of none."""
