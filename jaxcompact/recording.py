@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.choices import choices, choose
-from jaxcompact.graph import Graph, Op, Value, read
+from jaxcompact.graph import Graph, Op, Value, read, renewed
 from jaxcompact.kinds import BLOCKS, expensive
 from jaxcompact.program import Program
 from jaxcompact.rules import decided_before
@@ -82,7 +82,7 @@ class Recording:
                 if self._is_block(op):
                     outs, backward = self.differentiate(op, values)
                 elif op.kind == "custom_vjp_call" and moved:
-                    outs, backward = self.differentiate(op, values)
+                    outs, backward = self.differentiate(op, renewed(values))
                     cts = [graph.avals[v].to_ct_aval() for v in moved]
                     backward = decided_before(backward, cts)
                 if backward is None:
