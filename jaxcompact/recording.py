@@ -81,7 +81,7 @@ class Recording:
                 backward, moved = None, list(filter(self.moves, op.outs))
                 if self._is_block(op):
                     outs, backward = self.differentiate(op, values)
-                elif op.kind == "custom_vjp_call" and moved:
+                elif op.kind == "custom_vjp_call" and moved and not op.eqn.effects:
                     outs, backward = self.differentiate(op, renewed(values))
                     cts = [graph.avals[v].to_ct_aval() for v in moved]
                     backward = decided_before(backward, cts)
