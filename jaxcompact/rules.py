@@ -30,18 +30,18 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
     # What no cotangent is read for: of it the masks that others than masks read.
     known = dict(zip(residuals, stored, strict=True))
     masks: dict[int, Any] = {}
+    read_otherwise = {v for v in graph.outputs if isinstance(v, int)}
     for op in graph.ops:
         each = op.kind in ELEMENTWISE or op.kind in LAYOUT or renames(op)
         if each and known.keys() >= {*op.reads}:
             values = [read(known, v) for v in op.ins]
             known.update(zip(op.outs, op.bind(*values), strict=True))
-            (out,) = op.outs
-            if graph.avals[out].dtype == bool and any(
-                is_float(graph.avals[v]) or v in masks for v in op.reads
-            ):
-                masks = {v: m for v, m in masks.items() if v not in op.reads}
-                masks[out] = known[out]
-    places = [*masks]
+            of = any(is_float(graph.avals[v]) or v in masks for v in op.reads)
+            if of and all(graph.avals[v].dtype == bool for v in op.outs):
+                masks |= {v: known[v] for v in op.outs}
+                continue
+        read_otherwise.update(op.reads)
+    places = [v for v in masks if v in read_otherwise]
 
     def decide(stored, masks, cts):
         given = dict(zip(places, masks, strict=True))
@@ -53,4 +53,4 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
         )
         return [read(env, v) for v in graph.outputs]
 
-    return jax.tree_util.Partial(decide, stored, list(masks.values()))
+    return jax.tree_util.Partial(decide, stored, [masks[v] for v in places])

@@ -49,6 +49,19 @@ spike = ruled(
     lambda v, at: (v > at).astype(v.dtype),
     lambda kept, g: (g * inside(kept[0] - kept[1], FEW) / FEW, None),
 )
+by_halves = ruled(  # a mask that is read by itself and in another
+    over,
+    lambda kept, g: (
+        jnp.concatenate(
+            [
+                half * ((a & (v < 0.6)).astype(g.dtype) + a.astype(g.dtype))
+                for half, v in zip(jnp.split(g, 2), jnp.split(kept[0], 2), strict=True)
+                for a in [v > 0.3]
+            ]
+        ),
+        None,
+    ),
+)
 by_floor = ruled(over, lambda kept, g: (g * jnp.floor(4 * kept[0]), None))
 by_both = ruled(over, lambda kept, g: (jnp.where(kept[0] > 100 * g, g, 0.0), None))
 
@@ -74,6 +87,7 @@ FUNCTIONS = {
     "a threshold's window": layer(jump),
     "a clip": layer(straight),
     "a spike's surrogate": spiking,
+    "a mask in a mask, in parts": layer(by_halves),
     "a rounding": layer(by_floor),
     "beside the cotangent": layer(by_both),
 }
