@@ -28,7 +28,7 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
     if not decided(graph, residuals):
         return None
     # What no cotangent is read for: of it the masks that others than masks read.
-    known = dict(zip(residuals, stored, strict=True))
+    known = graph.constants | dict(zip(residuals, stored, strict=True))
     masks: dict[int, Any] = {}
     read_otherwise = {v for v in graph.outputs if isinstance(v, int)}
     for op in graph.ops:
@@ -37,8 +37,9 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
             values = [read(known, v) for v in op.ins]
             known.update(zip(op.outs, op.bind(*values), strict=True))
             of = any(is_float(graph.avals[v]) or v in masks for v in op.reads)
-            if of and all(graph.avals[v].dtype == bool for v in op.outs):
-                masks |= {v: known[v] for v in op.outs}
+            out, *others = op.outs
+            if of and graph.avals[out].dtype == bool and not others:
+                masks[out] = known[out]
                 continue
         read_otherwise.update(op.reads)
     places = [v for v in masks if v in read_otherwise]

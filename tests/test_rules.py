@@ -55,8 +55,9 @@ by_halves = ruled(  # a mask that is read by itself and in another
         jnp.concatenate(
             [
                 half * ((a & (v < 0.6)).astype(g.dtype) + a.astype(g.dtype))
-                for half, v in zip(jnp.split(g, 2), jnp.split(kept[0], 2), strict=True)
-                for a in [v > 0.3]
+                for half, v, a in zip(
+                    *(jnp.split(y, 2) for y in (g, kept[0], kept[0] > 0.3)), strict=True
+                )
             ]
         ),
         None,
