@@ -7,21 +7,21 @@ W-MSE, spectral contrastive losses.)
 
 from collections.abc import Set
 
-from jaxcompact.differences import MULTIPLES, given_by, is_square
+from jaxcompact.differences import MULTIPLES, is_square
 from jaxcompact.graph import Graph, Op, behind
 from jaxcompact.kinds import ADDITIONS, LAYOUT, expensive, is_of_expensive, renames
 
 
 def find_correlations(
-    graph: Graph, data: Set[int], fixed: Set[int], known: bool
+    graph: Graph, given: Set[int], data: Set[int], fixed: Set[int], known: bool
 ) -> tuple[set[int], set[int]]:
     """The products, of ``data``, and what is multiplied and all it is cheaply made of.
 
-    ``fixed``: values made of parameters and constants alone, as the diagonal that is
-    subtracted; ``known``: whether it is known which inputs are parameters.
+    ``given``: what outputs are made of; ``fixed``: values made of parameters and
+    constants alone, as the diagonal that is subtracted; ``known``: whether it is known
+    which inputs are parameters.
     """
-    squares = list(filter(is_square, graph.ops))
-    given = given_by(graph) if squares else set()
+    squares = (op for op in graph.ops if is_square(op))
     squared = [v for op in squares if not given.isdisjoint(op.outs) for v in op.reads]
     if not squared:
         return set(), set()

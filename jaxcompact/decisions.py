@@ -10,6 +10,7 @@ from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 _ROUNDS = "ceil", "floor", "rem", "round"
 _COMPARES = "eq", "ge", "gt", "le", "lt", "ne", "sign"
 _ORDERS = "ge", "gt", "le", "lt"
+_SCALES = frozenset("add convert_element_type div mul neg stop_gradient sub".split())
 Readers = Mapping[int, Sequence[Op]]
 
 
@@ -37,23 +38,53 @@ def decides(
     return rounded and (not is_float(aval) or op.kind in _ROUNDS)
 
 
-def is_of_a_fraction(op: Op, readers: Readers, data: Collection[int]) -> bool:
-    """Whether what it rounds is read beside the result, as ``x - floor(x)``."""
-    if op.kind not in _ROUNDS or not all(v in data for v in op.reads):
-        return False
-    return any(
-        reader.kind == "sub"
-        and op.reads[0] in reader.reads
-        and any(o.kind != "stop_gradient" for o in readers[reader.outs[0]])
-        for reader in readers[op.outs[0]]
+def in_a_cell(
+    op: Op, graph: Graph, readers: Readers, data: Collection[int]
+) -> int | None:
+    """What it rounds, if that is less the result: a place in a cell, ``x - floor(x)``.
+
+    Or less what is made of the result, as the next corner.
+    """
+    to_integer = op.kind == "convert_element_type" and not is_float(
+        graph.avals[op.outs[0]]
     )
+    of_data = all(v in data and is_float(graph.avals[v]) for v in op.reads)
+    if not (op.kind in _ROUNDS or to_integer) or not op.reads or not of_data:
+        return None
+    made_by = {v: op for op in graph.ops for v in op.outs}
+
+    def before(value: int, kinds: Collection[str]) -> int:
+        """What it is made of, by these and what is known."""
+        while op := made_by.get(value):
+            of = {v for v in op.reads if v in data}
+            if len(of) != 1 or not (op.kind in kinds or renames(op)):
+                break
+            (value,) = of
+        return value
+
+    value = before(op.reads[0], _SCALES)
+    part_of = before(value, _SCALES | LAYOUT)
+    todo = [*op.outs]
+    for made in todo:
+        for reader in readers[made]:
+            others = [v for v in reader.reads if v not in todo and v in data]
+            if reader.kind == "sub" and others:
+                whole = before(others[0], _SCALES | LAYOUT) == part_of
+                read = any(o.kind != "stop_gradient" for o in readers[reader.outs[0]])
+                if whole and read:
+                    return value
+            corner = reader.kind in _SCALES | LAYOUT and not others
+            if corner or reader.kind in ("select_n", "clamp", "max", "min"):
+                todo += [v for v in reader.outs if v not in todo]
+    return None
 
 
 def find_searched(
     graph: Graph, readers: Readers, data: Collection[int], fixed: Collection[int]
 ) -> set[int]:
     """What is searched among known numbers, and is less one of them: its place in a
-    cell, as in a table or a spline. Searched, or compared with each of them."""
+    cell, as in a table or a spline. Searched, or compared with each of them, also by
+    what a hat takes the size of."""
     found: set[int] = set()
     made_by = {v: op for op in graph.ops for v in op.outs}
     cheap = ELEMENTWISE | LAYOUT
@@ -75,7 +106,8 @@ def find_searched(
         return False
 
     for op in graph.ops:
-        searched = op.kind not in _ORDERS
+        hat = op.kind == "sub" and any(r.kind == "abs" for r in readers[op.outs[0]])
+        searched = op.kind not in _ORDERS and not hat
         if searched and op.kind in cheap:
             continue
         if searched and all(is_float(graph.avals[v]) for v in op.outs):

@@ -7,11 +7,11 @@ none to be stored.
 """
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, behind, is_float
+from jaxcompact.graph import Graph, Op, behind, bodies, is_float
 from jaxcompact.kinds import (
     ELEMENTWISE,
     EXPONENTIALS,
@@ -29,13 +29,17 @@ MULTIPLES = frozenset(
 _EVEN = frozenset("cos cosh square".split())
 _TERMS = frozenset("add convert_element_type div mul neg reduce_sum sub".split())
 _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -x)
-_THROUGH = ELEMENTWISE | frozenset("approx_top_k custom_jvp_call sort top_k".split())
+_THROUGH = ELEMENTWISE | frozenset(
+    """approx_top_k cumsum custom_jvp_call reduce_window_sum scatter-add sort
+    top_k""".split()
+)
+_WEIGHS = "dot_general", "conv_general_dilated"
 _LEAST = 0.1  # of a constant that a prediction may be near; not what guards a root
 _GROUP = 64  # entries that are rounded together, by default
 
 
 def find_differences(
-    graph: Graph, data: Set[int], fixed: Set[int], moving: Set[int]
+    graph: Graph, given: Set[int], data: Set[int], fixed: Set[int], moving: Set[int]
 ) -> tuple[set[int], set[int]]:
     """Those, made of ``data``, whose squares the graph gives, or the like: losses.
 
@@ -56,8 +60,8 @@ def find_differences(
     begins = data & (constants | pairs | crossed | sums)
     if not begins:
         return found, bells
-    given, exponents = given_by(graph), _exponents(graph)
-    multiples = _multiples(graph, begins)
+    exponents = _exponents(graph, moving)
+    multiples = _multiples(graph, begins, moving)
     for op in graph.ops:
         of_each = [multiples[v] for v in op.reads if v in multiples]
         if of_each and begins.isdisjoint(op.outs) and not given.isdisjoint(op.outs):
@@ -71,6 +75,8 @@ def find_differences(
                 found |= of_each[0] & of_each[1]
             elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
                 found.update(set().union(*of_each) - sums)  # logaddexp(x, 0)
+            elif op.kind in ("cond", "scan"):
+                found.update(*_squared_inside(op, multiples))
 
     def is_difference(value: int) -> bool:
         op = made_by[value]
@@ -116,17 +122,32 @@ def _has_data(
     return False
 
 
-def _multiples(graph: Graph, differences: Set[int]) -> dict[int, set[int]]:
-    """Value -> those that it is a multiple of, or of their squares."""
+def _multiples(
+    graph: Graph, differences: Set[int], moving: Set[int]
+) -> dict[int, set[int]]:
+    """Value -> those that it is a multiple of, or of their squares; also as sums."""
     found = {v: {v} for v in differences}
     for op in graph.ops:
         of_each = [found[v] for v in op.reads if v in found]
         if not of_each or not differences.isdisjoint(op.outs):
             continue
         through = op.kind in MULTIPLES or op.kind in LAYOUT or renames(op)
-        if through or is_square(op):
+        if through or is_square(op) or _weighs(op, moving):
             found |= dict.fromkeys(op.outs, set().union(*of_each))
     return found
+
+
+def _squared_inside(op: Op, multiples: Mapping[int, set[int]]) -> Iterator[set[int]]:
+    """Of the multiples that a loop or its like reads, those whose squares it gives."""
+    for body, first in bodies(op):
+        inputs = dict(zip(body.inputs, op.ins[first:], strict=True))
+        read = {v: w for v, w in inputs.items() if isinstance(w, int)}
+        begins = {v: multiples[w] for v, w in read.items() if w in multiples}
+        moving = {*range(len(body.avals))}
+        given, inside = given_by(body, moving), _multiples(body, {*begins}, moving)
+        for inner in filter(is_square, body.ops):
+            for value in inside.keys() & inner.reads if inner.outs[0] in given else ():
+                yield from map(begins.__getitem__, inside[value])
 
 
 def _is_from_constant(op: Op) -> bool:
@@ -136,7 +157,7 @@ def _is_from_constant(op: Op) -> bool:
     return one and abs(constants[0]) >= _LEAST
 
 
-def find_scaled(graph: Graph, differences: Set[int]) -> set[int]:
+def find_scaled(graph: Graph, differences: Set[int], moving: Set[int]) -> set[int]:
     """Of which some count more than their neighbours do.
 
     They or their squares have factors or divisors, as by deviations or units, that
@@ -144,13 +165,15 @@ def find_scaled(graph: Graph, differences: Set[int]) -> set[int]:
     """
     found: set[int] = set()
     made_by = {value: op for op in graph.ops for value in op.outs}
-    multiples = _multiples(graph, differences)
+    multiples = _multiples(graph, differences, moving)
     for op in graph.ops:
         of_each = [multiples[v] for v in op.reads if v in multiples]
         factors = (v for v in op.reads if v not in multiples)
         if of_each and op.kind in ("mul", "div"):
             if any(_steps(v, op, graph, made_by) < _GROUP for v in factors):
                 found.update(*of_each)
+        elif of_each and _weighs(op, moving):
+            found.update(*of_each)
     return found | _chosen(graph, multiples)
 
 
@@ -187,20 +210,24 @@ def _steps(value: int, op: Op, graph: Graph, made_by: Mapping[int, Op]) -> float
     return math.prod(shape[max(varying) + 1 :]) if varying else math.inf
 
 
-def _exponents(graph: Graph) -> set[int]:
+def _exponents(graph: Graph, moving: Set[int]) -> set[int]:
     """What an exponential is taken of, and the terms of it."""
     found: set[int] = set()
     for op in reversed(graph.ops):
         if op.kind in EXPONENTIALS:
             found.update(op.reads)
         elif not found.isdisjoint(op.outs):
-            if op.kind in _TERMS or op.kind in LAYOUT or renames(op):
+            through = op.kind in _TERMS or op.kind in LAYOUT or renames(op)
+            if through or _weighs(op, moving):
                 found.update(op.reads)
     return found
 
 
-def given_by(graph: Graph) -> set[int]:
-    """What an output is made of entry by entry or as sums, divided by nothing of it."""
+def given_by(graph: Graph, moving: Set[int]) -> set[int]:
+    """What an output is made of entry by entry or as sums, divided by nothing of it.
+
+    Weighted sums as well, if the weights are none of the ``moving`` values.
+    """
     found = {v for v in graph.outputs if isinstance(v, int)}
     for op in reversed(graph.ops):
         if found.isdisjoint(op.outs) or op.kind in ("pow", "rsqrt"):
@@ -209,7 +236,14 @@ def given_by(graph: Graph) -> set[int]:
             found.update(v for v in op.reads if v == op.ins[0])
         elif op.kind in _THROUGH or op.kind in LAYOUT or op.kind in REDUCTIONS:
             found.update(op.reads)
+        elif _weighs(op, moving):
+            found.update(op.reads)
     return found
+
+
+def _weighs(op: Op, moving: Set[int]) -> bool:
+    """Whether it is a product with weights that are not differentiated."""
+    return op.kind in _WEIGHS and not moving.issuperset(op.reads)
 
 
 def pair(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> list[int]:
@@ -238,7 +272,7 @@ def _root(value: int, made_by: Mapping[int, Op]) -> int:
     return value
 
 
-def find_angles(graph: Graph, data: Set[int]) -> set[int]:
+def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
     """Tensors, made of ``data``, whose cosines with others the graph gives.
 
     With these, and what a product has made of the two. One of the two is divided by its
@@ -256,7 +290,6 @@ def find_angles(graph: Graph, data: Set[int]) -> set[int]:
     whole: dict[int, int] = {}  # value -> what it is a multiple of, row by row
     normed: set[int] = set()
     products: list[tuple[int, ...]] = []
-    given = given_by(graph)
     for op in graph.ops:
         of = [whole.get(v, v) for v in op.reads]
         if is_square(op) and not summed.isdisjoint(op.outs):
@@ -289,7 +322,7 @@ def _centered(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> int | None:
     return term if whole else None
 
 
-def find_expanded(graph: Graph, data: Set[int]) -> set[int]:
+def find_expanded(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
     """Of ``data``, whose square, another's and twice their product the graph adds up.
 
     There is no difference to be stored of a square that is multiplied out.
@@ -297,7 +330,6 @@ def find_expanded(graph: Graph, data: Set[int]) -> set[int]:
     found: set[int] = set()
     whole: dict[int, int] = {}  # value -> what it is a multiple of
     terms: dict[int, set[frozenset[int]]] = {}  # value -> the factors of each of its
-    given = given_by(graph)
     for op in graph.ops:
         of = frozenset(whole.get(v, v) for v in op.reads)
         before = [terms[v] for v in op.reads if v in terms]

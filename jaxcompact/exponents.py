@@ -16,15 +16,15 @@ _FAST = 8  # radians of a sine for one of what it is made of
 
 
 def find_exponents(
-    graph: Graph, fixed: Collection[int], candidates: Collection[int]
+    graph: Graph, given: Set[int], fixed: Collection[int], candidates: Collection[int]
 ) -> set[int]:
     """Those of the ``candidates`` that exponentials are cheaply made of.
 
     Not of softplus and the like, whose derivative is 1 where the exponential is large,
-    but where a sum of them is a loss.
+    but where a sum of them is a loss. ``given``: what outputs are made of.
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
-    losses = _losses(graph)
+    losses = _losses(graph, given)
     sigmoids = _of_sigmoids(graph) - losses
     ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
     todo = [v for op in ops for v in _exponents_of(op, losses, made_by)]
@@ -52,7 +52,8 @@ def _exponents_of(
         return op.reads if is_any(op, ("exp",)) and not softplus else ()
     found = set()
     for body, first in bodies(op):
-        inside = find_exponents(body, body.constants.keys(), body.inputs)
+        given = given_by(body, {*range(len(body.avals))})
+        inside = find_exponents(body, given, body.constants.keys(), body.inputs)
         outer = zip(op.ins[first:], body.inputs, strict=True)
         found |= {v for v, inner in outer if inner in inside and isinstance(v, int)}
     return found
@@ -74,9 +75,9 @@ def _is_fast(op: Op | None) -> bool:
     return any(isinstance(f, Literal) and abs(f.val) >= _FAST for f in factors)
 
 
-def _losses(graph: Graph) -> set[int]:
+def _losses(graph: Graph, given: Set[int]) -> set[int]:
     """What an output is a sum of, or made of such sums, entry by entry."""
-    given, found = given_by(graph), set()
+    found: set[int] = set()
     for op in reversed(graph.ops):
         sums = op.kind in REDUCTIONS and not given.isdisjoint(op.outs)
         if sums or not found.isdisjoint(op.outs):

@@ -13,13 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcompact.correlations import find_correlations
-from jaxcompact.decisions import decides, find_searched, is_of_a_fraction, limit
+from jaxcompact.decisions import decides, find_searched, in_a_cell, limit
 from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
     find_angles,
     find_differences,
     find_expanded,
     find_scaled,
+    given_by,
 )
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
@@ -104,9 +105,10 @@ class Tensors:
         self._move_to_parts()
         self._cut_chains()
         enlarged = self._add_norms()
-        near, bells = find_differences(graph, self.data, self.fixed, moving)
-        products, factors = find_correlations(graph, self.data, self.fixed, known)
-        self._add_differences(near | products)
+        given, of = given_by(graph, moving), (self.data, self.fixed)
+        near, bells = find_differences(graph, given, *of, moving)
+        products, factors = find_correlations(graph, given, *of, known)
+        self._add_differences(near | products, moving)
         self._add_factors(factors)
         self._add_functions()
         stored = {
@@ -116,8 +118,9 @@ class Tensors:
         }
         norms = [v for v in stored if self.found[v].normed]
         attention = find_attention(graph, self.fixed, stored, known, norms)
-        exponents = find_exponents(graph, self.fixed, stored)
-        steep = bells | find_angles(graph, self.data) | find_expanded(graph, self.data)
+        exponents = find_exponents(graph, given, self.fixed, stored)
+        steep = bells | find_angles(graph, given, self.data)
+        steep |= find_expanded(graph, given, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         phases, again = find_phases(graph, self.fixed, moving, stored)
         made_by = {value: op for op in graph.ops for value in op.outs}
@@ -161,8 +164,8 @@ class Tensors:
                     "cheap": floating and again,
                     "divisor": op in self.solving,
                 }
-            elif is_of_a_fraction(op, self.readers, self.data):
-                self._add_rounded(op.reads[0])
+            elif (whole := in_a_cell(op, graph, self.readers, self.data)) is not None:
+                self._add_rounded(whole)
                 continue
             elif decides(op, value, graph, self.readers, self.data):
                 fields = {"discrete": discrete}
@@ -297,11 +300,11 @@ class Tensors:
                     enlarged |= products[value]
         return enlarged
 
-    def _add_differences(self, near: Set[int]) -> None:
+    def _add_differences(self, near: Set[int], moving: Set[int]) -> None:
         """Of what is near, as a prediction is to its target."""
         if not near:
             return
-        scaled = find_scaled(self.graph, near)
+        scaled = find_scaled(self.graph, near, moving)
         floating = (t.size for t in self.found.values() if t.floating)
         little = max(floating, default=0) / _SMALL
         for op in self.graph.ops:

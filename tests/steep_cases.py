@@ -26,6 +26,52 @@ def interpolated(p, x):
     return p["v"][0, k] * (1 - t + i) + p["v"][0, k + 1] * (t - i)
 
 
+def corners(t, i):
+    """Weights of both corners of a cell."""
+    return i.astype(jnp.int32), 1 - jnp.abs(t[..., None] - (i[..., None] + ENDS))[
+        ..., 1
+    ]
+
+
+ENDS = jnp.arange(2.0)
+
+# What is read of a position: its cell, and how far it is from there.
+CELLS = {
+    "an integer": lambda t: ((i := jnp.floor(t).astype(jnp.int32)), t - i),
+    "cut off": lambda t: ((i := t.astype(jnp.int32)), t - i),
+    "parts of it": lambda t: ((parts := jnp.modf(t))[1].astype(jnp.int32), parts[0]),
+    "the next corner": lambda t: (
+        (i := jnp.floor(t)).astype(jnp.int32),
+        1 - jnp.abs(t - (i + 1)),
+    ),
+    "both corners": lambda t: corners(t, jnp.floor(t)),
+    "a constant": lambda t: (
+        (i := jnp.floor(jax.lax.stop_gradient(t))).astype(jnp.int32),
+        t - i,
+    ),
+    "rounded below": lambda t: ((i := jnp.round(t - 0.5)).astype(jnp.int32), t - i),
+    "a grid's": lambda t: ((i := 2 * jnp.floor(t / 2)).astype(jnp.int32), (t - i) / 2),
+}
+
+
+def read_between(cell):
+    """A table, at positions that are spread over many of its entries."""
+
+    def fun(p, x):
+        i, w = cell(8 + 4 * (x @ p["w"]))
+        i = jnp.clip(i, 0, 30)
+        return p["v"][0, i] * (1 - w) + p["v"][0, i + 1] * w
+
+    return fun
+
+
+def hats(p, x):
+    """A table by weights of all entries, which are those of the two next ones."""
+    t = 8 + 4 * (x @ p["w"])
+    w = jnp.maximum(0.0, 1 - jnp.abs(t[..., None] - jnp.arange(32.0)))
+    return w @ p["v"][0]
+
+
 def searched(p, x):
     """A table between its knots, which are searched."""
     knots = jnp.linspace(-1.0, 1.0, 32)
@@ -224,6 +270,11 @@ CASES = ATTENTION | {
     ),
     "straight through": (lambda p, x: straight_through(x @ p["w"]) @ p["v"], TWO, X),
     "interpolated": (interpolated, TWO, X),
+    **{
+        f"interpolated, {name}": (read_between(cell), TWO, X)
+        for name, cell in CELLS.items()
+    },
+    "interpolated by hats": (hats, TWO, X),
     "searched": (searched, TWO, X),
     "spline": (spline, TWO, X),
     "spikes": (lambda p, x: spike(x @ p["w"]) @ p["v"], TWO, X),

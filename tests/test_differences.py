@@ -52,6 +52,30 @@ def in_time(p, x):
     return jax.lax.scan(step, jnp.zeros(()), rows)[0]
 
 
+def of_an_average(p, x):
+    """Losses that a loop is given, of which it keeps a moving average."""
+
+    def step(average, row):
+        return 0.9 * average + jnp.sum(row**2), None
+
+    return jax.lax.scan(step, jnp.zeros(()), predicted(p, x) - Y)[0]
+
+
+def of_segments(p, x):
+    """Examples of several graphs, of which the one with the largest loss counts."""
+    rows = jnp.sum((predicted(p, x) - Y) ** 2, -1)
+    return jax.ops.segment_sum(rows, jnp.arange(128) % 7, 7).max()
+
+
+def mahalanobis(p, x):
+    """Weighted by the inverse of a covariance."""
+    d = predicted(p, x) - Y
+    return jnp.mean(((d @ COVARIANCE) * d).sum(-1))
+
+
+COVARIANCE = jnp.eye(32) + normal(9, 32, 32) @ normal(9, 32, 32).T / 32
+
+
 def unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
@@ -178,6 +202,32 @@ LOSSES = {
     "multiplied out": multiplied_out,
     "of codes": rounded_codes,
     "in a loop": in_time,
+    "in a loop that is given it": of_an_average,
+    "in a branch": lambda p, x: jax.lax.cond(
+        x[0, 0] > 9, jnp.sum, lambda d: jnp.sum(d**2), predicted(p, x) - Y
+    ),
+    "of segments": of_segments,
+    "weighted by a product": lambda p, x: jnp.mean(
+        (predicted(p, x) - Y) ** 2 @ jnp.arange(1.0, 33.0)
+    ),
+    "rows weighted by a product": lambda p, x: jnp.dot(
+        jnp.exp(x[:, 0]), ((predicted(p, x) - Y) ** 2).mean(-1)
+    ),
+    "mahalanobis": mahalanobis,
+    "mahalanobis, in one": lambda p, x: jnp.einsum(
+        "bi,ij,bj->", d := predicted(p, x) - Y, COVARIANCE, d
+    ),
+    "sums up to each": lambda p, x: jnp.mean(jnp.cumsum((predicted(p, x) - Y) ** 2, 0)),
+    "pooled": lambda p, x: jnp.max(
+        jax.lax.reduce_window(
+            (predicted(p, x) - Y) ** 2, 0.0, jax.lax.add, (4, 1), (4, 1), "VALID"
+        )
+    ),
+    "smoothed": lambda p, x: jnp.mean(
+        jnp.convolve(
+            jnp.sum((predicted(p, x) - Y) ** 2, -1), jnp.array([0.25, 0.5, 0.25])
+        )
+    ),
 }
 
 
@@ -273,6 +323,7 @@ def test_it_takes_the_place_of_the_prediction(loss, name):
         lambda p, x, y: jax.nn.standardize(y + predicted(p, x)),
         lambda p, x, y: jax.nn.relu(y + predicted(p, x)),
         lambda p, x, y: jnp.cos(y + predicted(p, x)),
+        lambda p, x, y: jnp.maximum(y + predicted(p, x), 0) ** 2 @ p["a"],
         lambda p, x, y: jnp.mean(jax.nn.logsumexp(predicted(p, x), -1) ** 2),
     ],
 )

@@ -29,6 +29,34 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "weights that are trained weigh a loss",
+        "jaxcompact/differences.py",
+        "return op.kind in _WEIGHS and not moving.issuperset(op.reads)",
+        "return op.kind in _WEIGHS",
+        "tests/test_differences.py::test_other_sums_are_no_differences",
+    ),
+    Mutation(
+        "weighted squares are no loss",
+        "jaxcompact/differences.py",
+        "        elif _weighs(op, moving):\n            found.update(op.reads)\n",
+        "",
+        "tests/test_differences.py::test_the_gradient_of_a_small_difference",
+    ),
+    Mutation(
+        "a place in a cell is rounded where the cell is an integer",
+        "jaxcompact/decisions.py",
+        "if not (op.kind in _ROUNDS or to_integer) or",
+        "if op.kind not in _ROUNDS or",
+        "tests/test_steep.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "what a gradient's function returns besides is a part of the gradient",
+        "jaxcompact/planner/sensitivity.py",
+        "            _require_gradient(found, args, jaxpr)\n",
+        "            pass\n",
+        "tests/planner/test_sensitivity.py::test_the_gradient_alone_is_measured",
+    ),
+    Mutation(
         "errors of rows that are alike count each by itself",
         "jaxcompact/planner/sensitivity.py",
         "total = np.where(alike, together, alone)",
@@ -139,7 +167,7 @@ MUTATIONS = [
     Mutation(
         "what a cosine is taken of is rounded",
         "jaxcompact/tensors.py",
-        "steep = bells | find_angles(graph, self.data)",
+        "steep = bells | find_angles(graph, given, self.data)",
         "steep = bells",
         "tests/test_differences.py::test_the_gradient_of_a_small_difference",
     ),
@@ -161,8 +189,8 @@ MUTATIONS = [
     Mutation(
         "a prediction is rounded, not its difference from a near target",
         "jaxcompact/tensors.py",
-        "        self._add_differences(near | products)\n",
-        "        self._add_differences(products)\n",
+        "        self._add_differences(near | products, moving)\n",
+        "        self._add_differences(products, moving)\n",
         "tests/test_differences.py::test_the_gradient_of_a_small_difference",
     ),
     Mutation(
@@ -644,8 +672,8 @@ MUTATIONS = [
     Mutation(
         "correlations are rounded beside those of a feature with itself",
         "jaxcompact/tensors.py",
-        "self._add_differences(near | products)",
-        "self._add_differences(near)",
+        "self._add_differences(near | products, moving)",
+        "self._add_differences(near, moving)",
         "tests/test_correlations.py::test_the_gradient_of_small_correlations",
     ),
     Mutation(

@@ -2,16 +2,19 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcompact import policies
 from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.graph import Graph, bodies, graph_of, state_of
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
@@ -60,10 +63,11 @@ def sensitivity(
     random numbers stay as they are. Memory: that of exact training, twice to three
     times.
 
-    Raises ValueError for arguments that are none of these, for a gradient that is not
-    finite or 0, for one that checkpoints no block or several, and for a policy that
-    encodes nothing. jax raises NotImplementedError for a block in a `jax.shard_map`
-    over Explicit axes, and for what it can't differentiate twice.
+    Raises ValueError for arguments that are none of these, for a function that returns
+    more than the gradient, for a gradient that is not finite or 0, for one that
+    checkpoints no block or several, and for a policy that encodes nothing. jax raises
+    NotImplementedError for a block in a `jax.shard_map` over Explicit axes, and for
+    what it can't differentiate twice.
 
     >>> import jax, jax.numpy as jnp, jaxcompact as jc
     >>> def block(w, x):
@@ -152,16 +156,17 @@ def _prepared(
     # Leaves, as an NNX module belongs to the trace that it is made in.
     def gradient(policy, leaves):
         of, _ = make_gradient(policy)
-        found = jax.tree.leaves(of(*jax.tree.unflatten(tree, leaves)))
-        if () in map(jnp.shape, found) and () not in map(jnp.shape, leaves):
-            raise ValueError(
-                "make_gradient must return what gives the gradient alone, as jax.grad "
-                "does, got a number that no argument is, as jax.value_and_grad's"
-            )
-        return found
+        return of(*jax.tree.unflatten(tree, leaves))
+
+    def probed_gradient(probe, *leaves):
+        return gradient(Probing(policy, asked, starts, (probe,)), leaves)
 
     def score(probe, signs, *leaves):
-        grads = gradient(Probing(policy, asked, starts, (probe,)), leaves)
+        trace = jax.make_jaxpr(probed_gradient, return_shape=True)
+        jaxpr, found = trace(probe, *leaves)
+        if asked:
+            _require_gradient(found, args, jaxpr)
+        grads = jaxpr_as_fun(jaxpr)(probe, *leaves)
         keys = jax.random.split(signs, len(grads))
         moved = squared = 0.0
         for k, g in zip(keys, grads, strict=True):
@@ -174,7 +179,9 @@ def _prepared(
 
     @jax.jit
     def moved(*leaves):
-        exact, found = gradient(Policy(), leaves), gradient(policy, leaves)
+        exact, found = (
+            jax.tree.leaves(gradient(p, leaves)) for p in (Policy(), policy)
+        )
         squares = [
             [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (a - b, a)]
             for a, b in zip(exact, found, strict=True)
@@ -216,6 +223,63 @@ def _prepared(
         return Sensitivity(block, policy, effects, under)
 
     return _Prepared(block, not asked, args, measure, moved)
+
+
+def _require_gradient(found: Any, args: tuple, jaxpr: ClosedJaxpr) -> None:
+    """Of what else a function returns, the loss or what has_aux adds, nothing moves.
+
+    The square of it would count as the gradient's.
+    """
+    if not isinstance(found, tuple) or any(map(partial(_alike, found), args)):
+        return
+    graph = graph_of(jaxpr)
+    moved = _reached(graph, {graph.inputs[0]})
+    outputs = iter(graph.outputs)
+    for i, part in enumerate(found):
+        of_part = [next(outputs) for _ in jax.tree.leaves(part)]
+        if of_part and not any(isinstance(v, int) and v in moved for v in of_part):
+            shapes = ", ".join(str(leaf) for leaf in jax.tree.leaves(part))
+            raise ValueError(
+                f"make_gradient must return what gives the gradient alone, as jax.grad "
+                f"does, got a tuple whose part {i} nothing that is encoded changes "
+                f"({shapes}), as jax.value_and_grad's value or what has_aux adds"
+            )
+
+
+def _reached(graph: Graph, values: Set[int]) -> set[int]:
+    """All that is made of them; of a loop and a barrier output by output."""
+    found = {*values}
+    for op in graph.ops:
+        if found.isdisjoint(op.reads):
+            continue
+        if op.kind == "optimization_barrier":
+            pairs = zip(op.ins, op.outs, strict=True)
+            found.update(out for v, out in pairs if isinstance(v, int) and v in found)
+        elif op.kind == "scan":
+            ((body, _),) = bodies(op)
+            pairs = zip(op.ins, body.inputs, strict=True)
+            inside = {w for v, w in pairs if isinstance(v, int) and v in found}
+            state = {o: body.inputs[i] for i, o in state_of(op).items()}
+            reached, outs = set[int](), list[int]()
+            while not inside <= reached:
+                reached = _reached(body, inside)
+                outs = [
+                    o
+                    for o, v in enumerate(body.outputs)
+                    if isinstance(v, int) and v in reached
+                ]
+                inside |= {state[o] for o in outs if o in state}
+            found.update(op.outs[o] for o in outs)
+        else:
+            found.update(op.outs)
+    return found
+
+
+def _alike(a: Any, b: Any) -> bool:
+    same = jax.tree.structure(a) == jax.tree.structure(b)
+    return same and jax.tree.all(
+        jax.tree.map(lambda x, y: x.shape == jnp.shape(y), a, b)
+    )
 
 
 def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec, ...]:

@@ -1,6 +1,7 @@
 """What rounding does to gradients: predicted against measured, and at equal bytes."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ from tests.planner.gradients import (
     block,
     flat,
     gradient,
-    loss_of,
     make_gradient,
 )
 
@@ -277,9 +277,53 @@ def test_rows_that_are_alike_err_alike():
         assert real * 0.99 < measured < 1.6 * real
 
 
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def test_the_gradient_alone_is_measured():
+    """What else is returned would count as a part of it that no rounding moves."""
+    w = {"up": normal(0, 2, 32, 64) / 6, "down": normal(1, 2, 64, 32) / 8}
+    args = w, normal(2, 64, 32), jnp.float32(1)
+
+    def make(of, *args, **options):
+        def make_gradient(policy):
+            @partial(jc.checkpoint, policy=policy, params=0)
+            def block(w, x):
+                return x + jnp.tanh(x @ w["up"]) @ w["down"]
+
+            def loss(w, x, scale):
+                y, _ = jax.lax.scan(lambda x, w: (block(w, x), None), x, w)
+                value = scale * jnp.square(y).mean()
+                return (value, y) if options.get("has_aux") else value
+
+            return of(loss, **options), args
+
+        return make_gradient
+
+    found = jc.sensitivity(make(jax.grad, *args))
+    for of in (
+        make(jax.grad, *args, has_aux=True),
+        make(jax.value_and_grad, *args),
+        make(jax.value_and_grad, *args, has_aux=True),
+    ):
+        with pytest.raises(ValueError, match="the gradient alone, as jax.grad does"):
+            jc.sensitivity(of)
+    several = jc.sensitivity(make(jax.grad, *args, argnums=(0, 1)))
+    assert several.effects.keys() >= found.effects.keys()
+
+    def of_a_tuple(policy):
+        """Whose last part is a bias that no rounding moves."""
+        wrapped = jc.checkpoint(
+            lambda w, x: jnp.tanh(x @ w[0]) @ w[1] + w[2], policy=policy, params=0
+        )
+        w = normal(0, 32, 64) / 6, normal(1, 64, 32) / 8, jnp.zeros((1, 32))
+        return jax.grad(lambda w, x: wrapped(w, x).sum()), (w, normal(2, 64, 32))
+
+    assert jc.sensitivity(of_a_tuple).effects
+
+
 def test_what_is_refused(found):
-    with pytest.raises(ValueError, match="the gradient alone, as jax.grad does, got a"):
-        jc.sensitivity(lambda p: (jax.value_and_grad(loss_of(p)), (PARAMS, X)))
     with pytest.raises(
         ValueError, match=r"must return arrays, .* got Shape.* at args/0/down"
     ):
