@@ -278,7 +278,7 @@ def _trace(
         out_trees.append(out_tree)
         return outs
 
-    label = _label(call.fun)
+    label = label_of(call.fun)
     try:
         closed = jax.make_jaxpr(flat)(*leaves)
     except jax.errors.JAXTypeError as error:  # which names arguments of `flat`
@@ -326,7 +326,7 @@ def _trace(
     return traced, list(closed.consts)
 
 
-def _label(fun: Callable) -> str:
+def label_of(fun: Callable) -> str:
     while isinstance(fun, functools.partial):
         fun = fun.func
     name = getattr(fun, "__name__", type(fun).__name__)

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,15 @@ def _front(block: Callable, args: Sequence[Any], arguments: Any) -> Front:
 def _imported(name: str, *args: Any) -> Callable:
     """The function of that name, which takes such arguments."""
     module, _, function = name.partition(":")
-    if not module or not function:
-        raise ValueError(f"expected MODULE:FUNCTION, got {name!r}")
+    a_path = "/" in module or module.endswith(".py") or module.startswith(".")
+    if not module or not function or a_path:
+        raise ValueError(
+            f"expected MODULE:FUNCTION, as package.module:function, got {name!r}"
+        )
     sys.path.insert(0, os.getcwd())
     inside = importlib.import_module(module)
     try:
-        found = getattr(inside, function)
+        found = attrgetter(function)(inside)
     except AttributeError:
         raise ValueError(f"{module} has no {function!r}") from None
     if not callable(found):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxcompact.checkpoint import TRACERS, Params, checkpoint
+from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import on_host
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
@@ -129,7 +129,8 @@ def explain(
         fun = checkpoint(fun, policy=policy, params=params)
     if not isinstance(fun, FunctionType) or fun not in TRACERS:
         raise ValueError(
-            f"policy must be given for a function that is not checkpointed: {fun!r}"
+            f"policy must be given for what jc.checkpoint has not returned itself (a "
+            f"jitted or partial function is another): {label_of(fun)!r}"
         )
     if policy is None and params is not None:
         raise ValueError(

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from jaxcompact.memory.cards import find_device, here
@@ -50,7 +51,9 @@ def largest_batch(
     """The largest batch whose step fits, within 1 %, in a few compiles.
 
     Peaks are nearly straight lines over the batch: each guess is where the line through
-    the last two meets the budget, between one that fits and one that does not.
+    the last two meets the budget, between one that fits and one that does not. XLA may
+    need more for an odd number than for a larger one that is a multiple of 64: those
+    alone are looked at with ``multiple=64``.
 
     Args:
         make_step: ``batch -> (step, args)``, for `peak`. Jit the step to donate.
@@ -97,18 +100,17 @@ def largest_batch(
     compiled(min(max(2, limit // max(one, 1)), 8))
     width, halve = None, False
     while True:
-        fits = max(c for c, found in peaks.items() if found.peak_bytes <= limit)
-        fails = min(
-            (c for c, found in peaks.items() if found.peak_bytes > limit), default=None
-        )
+        fitting = sorted(c for c in peaks if peaks[c].peak_bytes <= limit)
+        fits, least = fitting[-1], peaks[fitting[-1]].peak_bytes
+        fails = min((c for c in peaks if c > fits), default=None)
         if fails is not None and fails - fits <= max(1, _NEAR * fits):
             break
         if fits > _MOST:
-            raise ValueError(
-                f"a batch of {fits * multiple} fits: the peak does not grow with it "
-                f"(does make_step use its batch?)"
-            )
-        ends = sorted(peaks)[-2:] if fails is None else (fits, fails)
+            why = f"a budget of {gib(limit)} is too large to search in"
+            if least <= one:
+                why = "the peak does not grow with it (does make_step use its batch?)"
+            raise ValueError(f"a batch of {fits * multiple} fits: {why}")
+        ends = fitting[-2:] if fails is None else (fits, fails)
         guess = _meeting(limit, *((c, peaks[c].peak_bytes) for c in ends))
         if fails is None:
             guess = min(guess, 16 * fits)
@@ -144,7 +146,7 @@ def parse_bytes(text: int | str) -> int:
     if not isinstance(text, str) or not match or match[2] not in _UNITS:
         units = ", ".join(filter(None, _UNITS))
         raise ValueError(f"budget must be bytes, or a number and {units}; got {text!r}")
-    nbytes = int(float(match[1]) * _UNITS[match[2]])
+    nbytes = int(Decimal(match[1]) * _UNITS[match[2]])
     if nbytes < 1:
         raise ValueError(f"budget must be above 0, got {text!r}")
     return nbytes

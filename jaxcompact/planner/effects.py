@@ -80,7 +80,7 @@ class Sensitivity:
         base: the policy that says what is stored.
         effects: name -> its effect, of what is encoded.
         measure: actions -> their own sensitivity, of the same gradient; None if that
-            is not known.
+            is not known, as of one that was pickled.
     """
 
     block: str
@@ -89,6 +89,10 @@ class Sensitivity:
     measure: Callable[[Mapping[str, Action]], "Sensitivity"] | None = field(
         default=None, compare=False, repr=False
     )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the gradient, a function that is compiled here."""
+        return self.__dict__ | {"measure": None}
 
     def error(self, actions: Mapping[str, Action]) -> float:
         """Of the gradient, relative, under actions by name: the root of their sum.

@@ -319,6 +319,8 @@ def scan_step(
         raise ValueError("args must hold one that is no parameter")
     place = rest[0]
     out = jax.eval_shape(checkpoint(block, params=params), *args)  # which knows params
+    if not numbers:
+        raise ValueError(f"params must name an argument to train, got {params!r}")
     like = jax.tree.map(_kind, (out, args[place]))
     if like[0] != like[1]:
         raise ValueError(

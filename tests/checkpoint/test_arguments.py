@@ -112,7 +112,9 @@ def test_it_is_a_function_as_any_other():
     def after(w, x):
         return jnp.sort(small(w, x))
 
-    with pytest.raises(ValueError, match="policy must be given for a function"):
+    with pytest.raises(
+        ValueError, match="policy must be given for what jc.checkpoint has not"
+    ):
         jc.explain(after, W, X)
 
 

@@ -78,7 +78,10 @@ def test_an_error_ends_the_process(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["my_module"], "expected MODULE:FUNCTION, got 'my_module'"),
+        (["my_module"], "expected MODULE:FUNCTION, as package.module:function, got"),
+        (["my_module.py:fixed"], "package.module:function, got 'my_module.py:fixed'"),
+        (["./my_module:fixed"], "as package.module:function, got './my_module:fixed'"),
+        (["my_module:fixed.f"], "my_module has no 'fixed.f'"),
         (["my_module:other"], "my_module has no 'other'"),
         (["no_module:f"], "No module named 'no_module'"),
         (["my_module:nothing"], "a function and a tuple, got NoneType"),

@@ -103,6 +103,7 @@ def test_a_compiled_step(tmp_path, monkeypatch, capfd):
         ("7B", 7),
         ("3kB", None),
         ("3KB", 3000),
+        ("1" + 400 * "0" + "B", 10**400),
     ],
 )
 def test_budgets(text, nbytes):
@@ -154,3 +155,8 @@ def test_what_is_no_step(made, got):
 def test_a_step_that_takes_no_memory():
     with pytest.raises(ValueError, match="a batch of .* fits: the peak does not grow"):
         search_in(lambda batch: 10, 100)
+
+
+def test_a_budget_that_no_batch_takes():
+    with pytest.raises(ValueError, match="a batch of .* a budget of .* is too large"):
+        search_in(lambda batch: 10 + batch, 10**12)

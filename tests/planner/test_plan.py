@@ -269,6 +269,7 @@ def test_a_block_that_does_not_map_its_input_to_one_like_it():
     [
         ((), 0, "args must hold one that is no parameter"),
         ((PARAMS,), 0, "args must hold one that is no parameter"),
+        ((PARAMS, X), (), r"params must name an argument to train, got \(\)"),
         ((PARAMS, X), 5, "params must be below the number of arguments 2, got 5"),
         ((PARAMS, X), "params", "params must be argument numbers .*, got 'params'"),
     ],

@@ -1,6 +1,7 @@
 """What rounding does to gradients: predicted against measured, and at equal bytes."""
 
 import dataclasses
+import pickle
 from functools import partial
 
 import jax
@@ -321,6 +322,11 @@ def test_the_gradient_alone_is_measured():
         return jax.grad(lambda w, x: wrapped(w, x).sum()), (w, normal(2, 64, 32))
 
     assert jc.sensitivity(of_a_tuple).effects
+
+
+def test_one_that_is_pickled(found):
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again.under({}) is again
 
 
 def test_what_is_refused(found):
