@@ -64,8 +64,9 @@ def checkpoint(
             `jaxcompact.policies`.
         params: which arguments are parameters: argument numbers, or types of pytree
             nodes (``nnx.Param``). They are kept by reference, never copied, never
-            encoded; nor is what follows from them alone. All other floating point
-            inputs may be encoded if they are differentiated. If None, no input is.
+            encoded; nor is what follows from them alone, and from arrays that ``fun``
+            closes over: a batch is to be an argument. All other floating point inputs
+            may be encoded if they are differentiated. If None, no input is.
         static_argnums: arguments that are no arrays, hashable.
         static_argnames: the same by keyword.
         prevent_cse: as in `jax.checkpoint`: False is enough inside a scan.

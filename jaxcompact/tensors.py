@@ -12,6 +12,8 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import decides, find_searched, in_a_cell, limit
 from jaxcompact.depth import find_deep
@@ -158,7 +160,8 @@ class Tensors:
                 ordered = op.kind in ORDERS and discrete
                 again = ordered or self._counts(op) or op in self.solving
                 fields = {
-                    "discrete": discrete and not floating,
+                    "discrete": discrete
+                    and not jnp.issubdtype(aval.dtype, jnp.inexact),
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
                     "cheap": floating and again,

@@ -317,3 +317,24 @@ def test_a_choice_that_is_saved_is_the_forwards(action):
     found, exact = jax.grad(small)(w, x), jax.grad(fun)(w, x)
     # x is rounded; which entries are taken is not.
     assert jnp.linalg.norm(found - exact) < 0.1 * jnp.linalg.norm(exact)
+
+
+def turned(w, x):
+    """Rotary embeddings by complex numbers."""
+    y = (x @ w).reshape(*x.shape[:-1], -1, 2)
+    z = jax.lax.complex(y[..., 0], y[..., 1]) * jnp.exp(1j * jnp.arange(32.0))[None]
+    return jnp.tanh(jnp.stack([z.real, z.imag], -1).reshape(x.shape))
+
+
+def a_real_part(w, x):
+    """Of a complex product, as of a state space with complex eigenvalues."""
+    return jnp.tanh((x.astype(jnp.complex64) @ (w + 1j * w)).real)
+
+
+@pytest.mark.parametrize("fun", [turned, a_real_part])
+def test_a_complex_number_is_no_decision(fun, any_rank):
+    """What a real one becomes without rounding, as an integer it does not."""
+    with jax.numpy_dtype_promotion("standard"):
+        said = jc.explain(fun, W, X, policy=jc.policies.int4(), params=0)
+        assert errors(fun, W, X, policy=jc.policies.int4()) < 0.2
+    assert all(row.action != "Save()" for row in said.rows if row.stored), said

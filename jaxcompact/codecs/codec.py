@@ -44,7 +44,8 @@ class Codec:
     def decode(self, encoded: Any) -> jax.Array:
         """x again, in its shape and dtype.
 
-        Raises ValueError for what no such codec has encoded.
+        Raises ValueError for what no codec of this class has encoded; that its fields
+        were others is not always noticed.
         """
         raise NotImplementedError
 

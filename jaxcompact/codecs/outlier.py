@@ -98,6 +98,7 @@ class OutlierQuantized(Codec):
 
     def encode(self, x: jax.Array, seed: int = 0) -> OutlierEncoded:
         self._require(x, seed)
+        x = jnp.asarray(x)
         channels = x.shape[-1] if x.ndim > 1 else 0
         index = _outliers(x, self._count(channels), float(self.threshold))
         # One more entry than channels: what unused slots point to.

@@ -1,6 +1,6 @@
 """The block that a function checkpoints, found by tracing it."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import jax
@@ -8,6 +8,7 @@ import jax
 from jaxcompact.memory.functions import made_by
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.traced import Plan as Traces
+from jaxcompact.traced import Traced
 
 
 class Noting:
@@ -40,9 +41,15 @@ def block_of(
     noting = Noting(policy, statistics)
     function, args = made_by(make, name, name.removeprefix("make_"), noting)
     jax.eval_shape(function, *args)
-    # The first layer's input, and a loop's at first, are not differentiated.
-    last = {id(traces.traced): traces for traces in noting.found}
-    blocks = {_form(traces): traces for traces in last.values()}
+    # The first layer's input, and a loop's at first, are not differentiated: they count
+    # as the others' do.
+    every = {id(traces.traced): traces.traced for traces in noting.found}.values()
+    moving: dict[tuple, list[tuple[bool, ...]]] = defaultdict(list)
+    for traced in every:
+        moving[_inputs(traced)] += traced.plans
+    masks = {of: tuple(map(any, zip(*m, strict=True))) for of, m in moving.items()}
+    plans = [traced.plan(masks[_inputs(traced)]) for traced in every]
+    blocks = {_form(traces): traces for traces in plans}
     if len(blocks) != 1:
         counts = Counter(traces.traced.label for traces in blocks.values())
         names = ", ".join(
@@ -55,6 +62,11 @@ def block_of(
         )
     (traces,) = blocks.values()
     return traces
+
+
+def _inputs(traced: Traced) -> tuple:
+    avals = traced.graph.avals
+    return traced.label, *(str(avals[value]) for value in traced.graph.inputs)
 
 
 def _form(traces: Traces) -> tuple:

@@ -136,3 +136,10 @@ def test_number_of_slots(slots, channels, count):
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         OutlierQuantized(**arguments)
+
+
+def test_an_array_of_numpy():
+    x = np.asarray(jax.random.normal(jax.random.key(0), (4, 64)))
+    codec = OutlierQuantized()
+    same = jax.tree.map(jnp.array_equal, codec.encode(x), codec.encode(jnp.asarray(x)))
+    assert jax.tree.all(same)

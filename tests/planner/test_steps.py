@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 
 import jaxcompact as jc
+from jaxcompact import linen as clinen
 from jaxcompact.planner import candidates, search
 from jaxcompact.planner.block import block_of
 from tests.planner.blocks import LAYERS, MIB, PARAMS, D, X, block, of
@@ -114,6 +116,31 @@ def test_a_step_of_two_blocks():
 
     with pytest.raises(ValueError, match="one block .* got 'first', 'second'"):
         jc.plan_step(make_step)
+
+
+def test_modules_in_a_loop():
+    """Each is traced by itself, and the first one's input is not differentiated."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.gelu(nn.Dense(128)(nn.LayerNorm()(x)))
+            return x + nn.Dense(64)(y)
+
+    def make(policy):
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                for i in range(3):
+                    x = clinen.checkpoint(Block, policy=policy)(name=f"layer{i}")(x)
+                return x
+
+        model, x = Model(), jnp.ones((8, 64))
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        return jax.grad(lambda v, x: model.apply(v, x).sum()), (variables, x)
+
+    traces = block_of(make, jc.policies.int4(), "make")
+    assert "max.0.choice" in traces.names()  # of the norm of what is differentiated
 
 
 @pytest.mark.parametrize(("shapes", "one"), [((64, 64), True), ((64, 32), False)])
