@@ -213,7 +213,8 @@ class Compress:
             attention again from decoded q, k and v, which then are no special case.
         terms: products of two activations over at most so many terms are made again:
             that takes fewer operations than encoding takes bytes. Scores, whose codes
-            are larger, of twice as many.
+            are larger, of twice as many, and those of a table of parameters as well
+            (relative positions, learned queries).
 
     ``scores`` and ``attention`` are None to be as all others.
     """

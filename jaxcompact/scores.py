@@ -1,6 +1,6 @@
 """Which tensors attention reads: its errors are not those of other operations."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from math import prod
 
@@ -16,6 +16,8 @@ from jaxcompact.graph import (
 )
 from jaxcompact.kinds import CHEAP, is_any
 
+_FEW = 256  # terms of scores that are made again (`Compress.terms`)
+_LARGER = 2
 _RULES = frozenset("custom_vjp_call shard_map remat2 checkpoint".split())
 
 
@@ -44,6 +46,7 @@ def find_attention(
     stops: set[int],
     known: bool,
     norms: Iterable[int] = (),
+    tables: Collection[Op] = (),
 ) -> Attention:
     """Found by following a graph backwards from its exponentials.
 
@@ -53,6 +56,7 @@ def find_attention(
         stops: the candidates.
         known: whether it is known which inputs are parameters.
         norms: of products that are made again, as of ``(q k^T) v``.
+        tables: products with parameters that are made again (`of_a_table`).
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     found = Attention()
@@ -94,8 +98,8 @@ def find_attention(
             if op is None or value in seen:
                 continue
             seen.add(value)
-            product = is_product(op, fixed, known)
-            if product and _sums(op):
+            product = is_product(op, fixed, known) or op in tables
+            if product and terms_of(op) > 1:  # one of single entries is none
                 yield op
             elif product or op.kind in CHEAP:
                 todo += sources(op)[::-1]
@@ -103,7 +107,8 @@ def find_attention(
     def add_products(value: int) -> None:
         for op in products(value):
             for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
-                add_scores(operand, axis)
+                if operand not in fixed:
+                    add_scores(operand, axis)
 
     for norm in norms:
         for op in products(norm):
@@ -173,6 +178,23 @@ def is_product(op: Op, fixed: set[int], known: bool) -> bool:
     return len(op.reads) == 2 and (known or bool(batch))
 
 
+def of_a_table(op: Op, fixed: set[int], graph: Graph) -> bool:
+    """Whether it multiplies activations and parameters, a few terms, to much more.
+
+    As scores of relative positions, of learned queries, and random features.
+    """
+    if op.kind != "dot_general" or len({*op.reads} - fixed) != 1 or len(op.reads) != 2:
+        return False
+    (value,) = {*op.reads} - fixed
+    larger = graph.avals[op.outs[0]].size >= _LARGER * graph.avals[value].size
+    return larger and terms_of(op) <= _FEW
+
+
+def terms_of(op: Op) -> int:
+    ((axes, _), _) = op.eqn.params["dimension_numbers"]
+    return prod(op.eqn.invars[0].aval.shape[axis] for axis in axes)
+
+
 def multiplies(op: Op, fixed: set[int], known: bool) -> bool:
     """Whether it is a product of two activations, or a loop in which there is one."""
     if op.kind != "scan":
@@ -183,12 +205,6 @@ def multiplies(op: Op, fixed: set[int], known: bool) -> bool:
         if any(multiplies(inner, same, known) for inner in body.ops):
             return True
     return False
-
-
-def _sums(op: Op) -> bool:
-    """Whether a product has more than one term: one of single entries is none."""
-    ((axes, _), _) = op.eqn.params["dimension_numbers"]
-    return prod(op.eqn.invars[0].aval.shape[axis] for axis in axes) > 1
 
 
 def _axis_before(op: Op, source: int, axis: int | None, graph: Graph) -> int | None:

@@ -47,7 +47,8 @@ class Tensor:
         exponent: an exponential is taken of it, or of what is cheaply made of it.
         enlarged: a loop of products gives it, and a norm is taken of it: that enlarges
             what is small of it, with its rounding.
-        terms: for the product of two activations, the number of terms summed up.
+        terms: for the product of two activations, or scores of a table of parameters,
+            the number of terms summed up.
         normed: a norm or variance of what is made of such products, or by a loop of
             them. It is also made again with that, and stands where no row has shrunk.
         step: for a function, its derivative is 0 or 1 everywhere (relu).

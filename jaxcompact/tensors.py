@@ -6,7 +6,6 @@ itself. Chains of elementwise operations, norms, reshapes are made again from th
 costs no memory traffic that is not there anyway, and is exact.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import replace
@@ -39,7 +38,13 @@ from jaxcompact.kinds import (
 from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts
 from jaxcompact.phases import find_phases
-from jaxcompact.scores import find_attention, is_product, multiplies
+from jaxcompact.scores import (
+    find_attention,
+    is_product,
+    multiplies,
+    of_a_table,
+    terms_of,
+)
 from jaxcompact.solving import solves_for_state
 from jaxcompact.sums import find_streams, find_sums
 from jaxcompact.tensor import Tensor
@@ -95,6 +100,14 @@ class Tensors:
                 if floating or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
+        given, of = given_by(graph, moving), (self.data, self.fixed)
+        self.exponents = find_exponents(graph, given, self.fixed, self.data)
+        self.tables = {
+            op
+            for op in graph.ops
+            if not self.exponents.isdisjoint(op.outs)
+            and of_a_table(op, self.fixed, graph)
+        }
         self.solving = {op for op in graph.ops if solves_for_state(op, self.fixed)}
         for value, name in inputs.items():
             self._add(value, name=name, kind="input")
@@ -107,7 +120,6 @@ class Tensors:
         self._move_to_parts()
         self._cut_chains()
         enlarged = self._add_norms()
-        given, of = given_by(graph, moving), (self.data, self.fixed)
         near, bells = find_differences(graph, given, *of, moving)
         products, factors = find_correlations(graph, given, *of, known)
         self._add_differences(near | products, moving)
@@ -119,8 +131,7 @@ class Tensors:
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
         norms = [v for v in stored if self.found[v].normed]
-        attention = find_attention(graph, self.fixed, stored, known, norms)
-        exponents = find_exponents(graph, given, self.fixed, stored)
+        attention = find_attention(graph, self.fixed, stored, known, norms, self.tables)
         steep = bells | find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
@@ -133,7 +144,7 @@ class Tensors:
                 tensor,
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
-                exponent=value in exponents,
+                exponent=value in self.exponents,
                 enlarged=value in enlarged,
                 divisor=tensor.divisor
                 or value in divisors | phases
@@ -204,10 +215,8 @@ class Tensors:
         return op.kind == "scatter-add" and self.data.isdisjoint(op.reads)
 
     def _terms(self, op: Op) -> int | None:
-        if not is_product(op, self.fixed, self.known):
-            return None
-        ((axes, _), _) = op.eqn.params["dimension_numbers"]
-        return math.prod(self.graph.avals[op.reads[0]].shape[axis] for axis in axes)
+        again = op in self.tables or is_product(op, self.fixed, self.known)
+        return terms_of(op) if again else None
 
     def _add_names(self) -> None:
         """Names of `checkpoint_name` win, also over a reshaped copy of their tensor."""

@@ -126,7 +126,8 @@ def test_what_is_no_exponent_has_four_bits():
         def mlp(p, x, activation=activation):
             return activation(x @ p["a"]) @ p["b"]
 
-        assert stored(mlp, PARAMS, X)["dot_general.0"] == "Quantized(bits=4)"
+        found = stored(mlp, PARAMS, X)
+        assert {found["x"], found["dot_general.0"]} == {"Quantized(bits=4)"}
     assert stored(logits, PARAMS, X)["dot_general.1"] == "drop"
 
 
@@ -142,7 +143,33 @@ def test_a_name_on_the_way_changes_nothing():
     plain = stored(partial(scores, name=lambda x, name: x), PARAMS, X)
     assert {n: action for n, action in named.items() if n in plain} == plain
     assert {named[n] for n in ("q0", "q1", "logits")} == {"Recompute()"}
-    assert sum("bits=8" in action for action in plain.values()) == 3
+    assert sum("bits=8" in action for action in plain.values()) == 2
+
+
+@pytest.mark.parametrize("width", [16, 320])
+def test_scores_of_a_table(width):
+    """Of relative positions, of learned queries: as those of q and k, made again.
+
+    Of many terms they are stored, as logits are.
+    """
+    shapes = {"q": (32, width), "table": (width, 640), "v": (640, 32)}
+    p = {n: normal(i, *s) / s[0] ** 0.5 for i, (n, s) in enumerate(shapes.items())}
+
+    def attended(p, x):
+        return jax.nn.softmax((x @ p["q"]) @ p["table"]) @ p["v"]
+
+    found = stored(attended, p, X)
+    eight = "Quantized(bits=8, symmetric=False, axis=-2)"
+    few = {"dot_general.0": eight, "dot_general.1": "Recompute()"}
+    many = {"dot_general.0": "Quantized(bits=4)"}
+    many["dot_general.1"] = "Quantized(bits=8, symmetric=False)"
+    assert (few if width == 16 else many).items() <= found.items()
+    small = jc.checkpoint(attended, policy=jc.policies.int4(), params=0)
+    wrt = [
+        jax.grad(lambda p, f=f: jnp.square(f(p, X)).sum())(p) for f in (attended, small)
+    ]
+    off = optax.tree.norm(jax.tree.map(jnp.subtract, *wrt)) / optax.tree.norm(wrt[0])
+    assert off < 0.1
 
 
 def test_only_the_nearest_has_eight_bits():

@@ -29,6 +29,34 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "scores of a table of positions are stored",
+        "jaxcompact/tensors.py",
+        "again = op in self.tables or is_product(op, self.fixed, self.known)",
+        "again = is_product(op, self.fixed, self.known)",
+        "tests/test_exponents.py::test_scores_of_a_table",
+    ),
+    Mutation(
+        "a query has 4 bits whose scores of a table are made again",
+        "jaxcompact/scores.py",
+        "product = is_product(op, fixed, known) or op in tables",
+        "product = is_product(op, fixed, known)",
+        "tests/test_exponents.py::test_scores_of_a_table",
+    ),
+    Mutation(
+        "a complex number is a decision",
+        "jaxcompact/decisions.py",
+        "counts = not jnp.issubdtype(aval.dtype, jnp.inexact)",
+        "counts = not is_float(aval)",
+        "tests/test_decisions.py::test_a_complex_number_is_no_decision",
+    ),
+    Mutation(
+        "a first layer is another form",
+        "jaxcompact/planner/block.py",
+        "plans = [traced.plan(masks[_inputs(traced)]) for traced in every]",
+        "plans = [traced.plan(next(iter(traced.plans))) for traced in every]",
+        "tests/planner/test_steps.py::test_modules_in_a_loop",
+    ),
+    Mutation(
         "weights that are trained weigh a loss",
         "jaxcompact/differences.py",
         "return op.kind in _WEIGHS and not moving.issuperset(op.reads)",
@@ -139,7 +167,7 @@ MUTATIONS = [
     Mutation(
         "logits have four bits",
         "jaxcompact/tensors.py",
-        "exponent=value in exponents,",
+        "exponent=value in self.exponents,",
         "exponent=False,",
         "tests/test_exponents.py::test_gradients_are_near",
     ),
