@@ -129,8 +129,8 @@ def explain(
         fun = checkpoint(fun, policy=policy, params=params)
     if not isinstance(fun, FunctionType) or fun not in TRACERS:
         raise ValueError(
-            f"policy must be given for what jc.checkpoint has not returned itself (a "
-            f"jitted or partial function is another): {label_of(fun)!r}"
+            f"policy must be given for a fun that jc.checkpoint has not returned "
+            f"itself (a jitted or partial function is another), got {label_of(fun)!r}"
         )
     if policy is None and params is not None:
         raise ValueError(

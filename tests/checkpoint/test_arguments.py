@@ -113,7 +113,7 @@ def test_it_is_a_function_as_any_other():
         return jnp.sort(small(w, x))
 
     with pytest.raises(
-        ValueError, match="policy must be given for what jc.checkpoint has not"
+        ValueError, match="policy must be given for a fun that jc.checkpoint has not"
     ):
         jc.explain(after, W, X)
 
