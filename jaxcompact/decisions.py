@@ -3,10 +3,8 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-import jax.numpy as jnp
-
 from jaxcompact.differences import narrow
-from jaxcompact.graph import Graph, Op, graph_of, is_float
+from jaxcompact.graph import Graph, Op, graph_of, is_float, is_inexact
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"
@@ -37,8 +35,7 @@ def decides(
     if aval.dtype == bool:
         return not all(_is_mask(r, graph) for r in readers[value])
     rounded = any(v in data and is_float(graph.avals[v]) for v in op.reads)
-    counts = not jnp.issubdtype(aval.dtype, jnp.inexact)
-    return rounded and (counts or op.kind in _ROUNDS)
+    return rounded and (not is_inexact(aval) or op.kind in _ROUNDS)
 
 
 def in_a_cell(

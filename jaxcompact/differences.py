@@ -29,9 +29,13 @@ MULTIPLES = frozenset(
 _EVEN = frozenset("cos cosh square".split())
 _TERMS = frozenset("add convert_element_type div mul neg reduce_sum sub".split())
 _OF_TWO = frozenset("custom_jvp_call dot_general mul".split())  # logaddexp(x, -x)
-_THROUGH = ELEMENTWISE | frozenset(
-    """approx_top_k cumsum custom_jvp_call reduce_window_sum scatter-add sort
+_SUMS_UP = (
+    ELEMENTWISE
+    | REDUCTIONS
+    | frozenset(
+        """approx_top_k cumsum custom_jvp_call reduce_window_sum scatter-add sort
     top_k""".split()
+    )
 )
 _WEIGHS = "dot_general", "conv_general_dilated"
 _LEAST = 0.1  # of a constant that a prediction may be near; not what guards a root
@@ -234,9 +238,7 @@ def given_by(graph: Graph, moving: Set[int]) -> set[int]:
             continue
         if op.kind == "div":
             found.update(v for v in op.reads if v == op.ins[0])
-        elif op.kind in _THROUGH or op.kind in LAYOUT or op.kind in REDUCTIONS:
-            found.update(op.reads)
-        elif _weighs(op, moving):
+        elif op.kind in _SUMS_UP or op.kind in LAYOUT or _weighs(op, moving):
             found.update(op.reads)
     return found
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.differences import is_square, narrow, pair
-from jaxcompact.graph import Graph, Op, bodies, state_of
+from jaxcompact.graph import Graph, Op, bodies, is_inexact, state_of
 from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
 
 # A small absolute error in what these read is a large one in what they make: at zero,
@@ -118,8 +118,7 @@ def find_divisors(
             todo += [(v, False, False) for v in near]
     while todo:
         value, squared, cancels = item = todo.pop()
-        floating = jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
-        if item in found or value in fixed or not floating:
+        if item in found or value in fixed or not is_inexact(graph.avals[value]):
             continue
         found.add(item)
         op = facts.made_by.get(value)

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import on_host
+from jaxcompact.graph import is_inexact, on_host
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
 from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan
@@ -139,7 +137,7 @@ def explain(
         )
     traced, inputs = TRACERS[fun](args, kwargs)
     avals = [traced.graph.avals[v] for v in traced.graph.inputs]
-    mask = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
+    mask = tuple(map(is_inexact, avals))
     plan, exact = traced.plan(mask), traced.under(_Exactly(traced.policy)).plan(mask)
     rows = [
         Row(

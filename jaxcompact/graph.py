@@ -265,11 +265,46 @@ def _parts_of_scan(op: Op) -> list[int]:
     return [len(t.vals) for t in op.eqn.params["ft_in"].unpack()]
 
 
+def union(masks: Iterable[int]) -> int:
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found
+
+
+def made_of(
+    graph: Graph, inputs: Mapping[int, int], closed: Collection[str] = ()
+) -> dict[int, int]:
+    """Which of the inputs, as bits, each value is made of.
+
+    All outputs of ``closed`` kinds of operations are, of all that these read.
+    """
+    found = dict.fromkeys(graph.constants, 0) | dict.fromkeys(graph.inputs, 0)
+    found |= inputs
+    for op in graph.ops:
+        masks = [0 if isinstance(v, Literal) else found[v] for v in op.ins]
+        outs = masks if op.kind == "optimization_barrier" else None
+        for body, first in bodies(op) if op.kind not in closed else ():
+            given = dict(zip(body.inputs, masks[first:], strict=True))
+            state, ends = state_of(op), []
+            while True:
+                made = made_of(body, given, closed)
+                ends = [0 if isinstance(v, Literal) else made[v] for v in body.outputs]
+                again = {body.inputs[i]: ends[o] for i, o in state.items()}
+                if all(mask | given[v] == given[v] for v, mask in again.items()):
+                    break
+                given |= {v: mask | given[v] for v, mask in again.items()}
+            index = union(masks[:first])
+            outs = [a | b | index for a, b in zip(outs or ends, ends, strict=True)]
+        found.update(zip(op.outs, outs or [union(masks)] * len(op.outs), strict=True))
+    return found
+
+
 def moving_values(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
     """The values on a path from the differentiated inputs to the outputs."""
 
     def floating(value):
-        return jnp.issubdtype(graph.avals[value].dtype, jnp.inexact)
+        return is_inexact(graph.avals[value])
 
     inputs = zip(graph.inputs, perturbed, strict=True)
     moving = {v for v, p in inputs if p and floating(v)}
@@ -328,6 +363,11 @@ pinned.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 def is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
+
+
+def is_inexact(aval: Any) -> bool:
+    """Floating point or complex."""
+    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def zeros(aval: Any) -> jax.Array:

@@ -6,7 +6,7 @@ examples. So what is made of parameters alone is made beside it (and again by
 the backward pass), and all other outputs are seen to read what any of them reads.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import compress
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Value, bodies, on_host, read, state_of
+from jaxcompact.graph import Graph, Value, is_inexact, made_of, on_host, read, union
 
 
 class Outputs:
@@ -69,13 +69,13 @@ class Outputs:
 
 
 def _uneven(graph: Graph) -> set[int]:
-    floating = [i for i, v in enumerate(graph.outputs) if _is_inexact(graph.avals[v])]
+    floating = [i for i, v in enumerate(graph.outputs) if is_inexact(graph.avals[v])]
     if len(floating) < 2:
         return set()
-    inputs = [v for v in graph.inputs if _is_inexact(graph.avals[v])]
-    made_of = _made_of(graph, {v: 1 << i for i, v in enumerate(inputs)})
-    masks = {i: made_of[graph.outputs[i]] for i in floating}
-    every = _union(masks.values())
+    inputs = [v for v in graph.inputs if is_inexact(graph.avals[v])]
+    sources = made_of(graph, {v: 1 << i for i, v in enumerate(inputs)})
+    masks = {i: sources[graph.outputs[i]] for i in floating}
+    every = union(masks.values())
     return {i for i, mask in masks.items() if mask != every}
 
 
@@ -85,7 +85,7 @@ def even(
     """The same; ``uneven`` ones read all inputs, to no effect and, compiled, not."""
     sums: dict[Any, Any] = {}  # by the axes of a `jax.shard_map` over which they vary
     for x in inputs if uneven else ():
-        if _is_inexact(aval := jax.typeof(x)) and not on_host(x):
+        if is_inexact(aval := jax.typeof(x)) and not on_host(x):
             term = jnp.sum(x.real.astype(jnp.float32))
             where = aval.manual_axis_type
             sums[where] = sums.get(where, 0) + term
@@ -98,10 +98,6 @@ def even(
     return [evened(out) if i in uneven else out for i, out in enumerate(outs)]
 
 
-def _is_inexact(aval: Any) -> bool:
-    return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
 def _cut(graph: Graph, outputs: list[Value]) -> Graph:
     """The same for these outputs, without what they are not made of."""
     needed = {v for v in outputs if isinstance(v, int)}
@@ -111,33 +107,3 @@ def _cut(graph: Graph, outputs: list[Value]) -> Graph:
             needed.update(op.reads)
             ops.append(op)
     return replace(graph, outputs=outputs, ops=ops[::-1])
-
-
-def _union(masks: Iterable[int]) -> int:
-    found = 0
-    for mask in masks:
-        found |= mask
-    return found
-
-
-def _made_of(graph: Graph, inputs: Mapping[int, int]) -> dict[int, int]:
-    """Which of the inputs, as bits, each value is made of."""
-    found = dict.fromkeys(graph.constants, 0) | dict.fromkeys(graph.inputs, 0)
-    found |= inputs
-    for op in graph.ops:
-        masks = [0 if isinstance(v, Literal) else found[v] for v in op.ins]
-        outs = None
-        for body, first in bodies(op):
-            given = dict(zip(body.inputs, masks[first:], strict=True))
-            state, ends = state_of(op), []
-            while True:
-                made = _made_of(body, given)
-                ends = [0 if isinstance(v, Literal) else made[v] for v in body.outputs]
-                again = {body.inputs[i]: ends[o] for i, o in state.items()}
-                if all(mask | given[v] == given[v] for v, mask in again.items()):
-                    break
-                given |= {v: mask | given[v] for v, mask in again.items()}
-            index = _union(masks[:first])
-            outs = [a | b | index for a, b in zip(outs or ends, ends, strict=True)]
-        found.update(zip(op.outs, outs or [_union(masks)] * len(op.outs), strict=True))
-    return found

@@ -21,7 +21,7 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad, batching, mlir
 
-from jaxcompact.graph import zeros
+from jaxcompact.graph import is_inexact, zeros
 
 Mask = tuple[bool, ...]  # of the inputs, which move
 
@@ -56,7 +56,7 @@ def differentiable[S: Hashable](
         outs, residuals = _outside(partial(forward, static, mask), inputs)
         stored, tree = jax.tree.flatten(residuals)
         avals = [jax.typeof(out).to_tangent_aval() for out in outs]
-        floating = [i for i, aval in enumerate(avals) if _is_inexact(aval)]
+        floating = [i for i, aval in enumerate(avals) if is_inexact(aval)]
 
         def pullback(stored, cts):
             every: list[Any] = list(map(SymbolicZero, avals))
@@ -168,7 +168,3 @@ batching.fancy_primitive_batchers[_linear] = _batched
 
 def instantiated(ct: Any) -> jax.Array:
     return zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct
-
-
-def _is_inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)

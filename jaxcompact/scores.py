@@ -1,6 +1,6 @@
 """Which tensors attention reads: its errors are not those of other operations."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, field
 from math import prod
 
@@ -9,6 +9,7 @@ from jax.extend.core import Literal
 from jaxcompact.graph import (
     Graph,
     Op,
+    behind,
     bodies,
     graph_of,
     scanned_inputs,
@@ -17,7 +18,7 @@ from jaxcompact.graph import (
 from jaxcompact.kinds import CHEAP, is_any
 
 _FEW = 256  # terms of scores that are made again (`Compress.terms`)
-_LARGER = 2
+_LARGE = 2  # times what is multiplied
 _RULES = frozenset("custom_vjp_call shard_map remat2 checkpoint".split())
 
 
@@ -56,7 +57,7 @@ def find_attention(
         stops: the candidates.
         known: whether it is known which inputs are parameters.
         norms: of products that are made again, as of ``(q k^T) v``.
-        tables: products with parameters that are made again (`of_a_table`).
+        tables: products with parameters that are made again (`find_tables`).
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     found = Attention()
@@ -178,16 +179,33 @@ def is_product(op: Op, fixed: set[int], known: bool) -> bool:
     return len(op.reads) == 2 and (known or bool(batch))
 
 
-def of_a_table(op: Op, fixed: set[int], graph: Graph) -> bool:
-    """Whether it multiplies activations and parameters, a few terms, to much more.
+def find_tables(
+    graph: Graph, exponents: Set[int], fixed: set[int], known: bool
+) -> set[Op]:
+    """Products of few terms with parameters, that ``exponents`` are and that are large:
+    scores of relative positions, of learned queries, random features.
 
-    As scores of relative positions, of learned queries, and random features.
+    Not of what is made again of products, as after attention: that has the errors of
+    values, not of scores.
     """
-    if op.kind != "dot_general" or len({*op.reads} - fixed) != 1 or len(op.reads) != 2:
-        return False
-    (value,) = {*op.reads} - fixed
-    larger = graph.avals[op.outs[0]].size >= _LARGER * graph.avals[value].size
-    return larger and terms_of(op) <= _FEW
+    made_by = {value: op for op in graph.ops for value in op.outs}
+
+    def again(value: int) -> bool:
+        op = made_by.get(value)
+        return op is not None and is_product(op, fixed, known) and terms_of(op) <= _FEW
+
+    found = set()
+    for op in graph.ops:
+        if op.kind != "dot_general" or exponents.isdisjoint(op.outs):
+            continue
+        moving = [v for v in op.reads if v not in fixed]
+        if len(op.reads) != 2 or len(moving) != 1 or terms_of(op) > _FEW:
+            continue
+        large = graph.avals[op.outs[0]].size >= _LARGE * graph.avals[moving[0]].size
+        of = behind(moving, made_by, lambda op: op.kind in CHEAP)
+        if large and not any(map(again, of)):
+            found.add(op)
+    return found
 
 
 def terms_of(op: Op) -> int:

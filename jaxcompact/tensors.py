@@ -11,8 +11,6 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import decides, find_searched, in_a_cell, limit
 from jaxcompact.depth import find_deep
@@ -26,7 +24,7 @@ from jaxcompact.differences import (
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.graph import Graph, Op, is_float, is_inexact
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -40,9 +38,9 @@ from jaxcompact.parts import find_parts
 from jaxcompact.phases import find_phases
 from jaxcompact.scores import (
     find_attention,
+    find_tables,
     is_product,
     multiplies,
-    of_a_table,
     terms_of,
 )
 from jaxcompact.solving import solves_for_state
@@ -100,14 +98,9 @@ class Tensors:
                 if floating or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
-        given, of = given_by(graph, moving), (self.data, self.fixed)
-        self.exponents = find_exponents(graph, given, self.fixed, self.data)
-        self.tables = {
-            op
-            for op in graph.ops
-            if not self.exponents.isdisjoint(op.outs)
-            and of_a_table(op, self.fixed, graph)
-        }
+        given = given_by(graph, moving)
+        exponents = find_exponents(graph, given, self.fixed, self.data)
+        self.tables = find_tables(graph, exponents, self.fixed, known)
         self.solving = {op for op in graph.ops if solves_for_state(op, self.fixed)}
         for value, name in inputs.items():
             self._add(value, name=name, kind="input")
@@ -120,8 +113,9 @@ class Tensors:
         self._move_to_parts()
         self._cut_chains()
         enlarged = self._add_norms()
-        near, bells = find_differences(graph, given, *of, moving)
-        products, factors = find_correlations(graph, given, *of, known)
+        of = given, self.data, self.fixed
+        near, bells = find_differences(graph, *of, moving)
+        products, factors = find_correlations(graph, *of, known)
         self._add_differences(near | products, moving)
         self._add_factors(factors)
         self._add_functions()
@@ -144,7 +138,7 @@ class Tensors:
                 tensor,
                 scores=attention.scores.get(value),
                 fused=attention.fused.get(value),
-                exponent=value in self.exponents,
+                exponent=value in exponents,
                 enlarged=value in enlarged,
                 divisor=tensor.divisor
                 or value in divisors | phases
@@ -171,8 +165,7 @@ class Tensors:
                 ordered = op.kind in ORDERS and discrete
                 again = ordered or self._counts(op) or op in self.solving
                 fields = {
-                    "discrete": discrete
-                    and not jnp.issubdtype(aval.dtype, jnp.inexact),
+                    "discrete": discrete and not is_inexact(aval),
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
                     "cheap": floating and again,

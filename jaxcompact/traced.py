@@ -14,6 +14,7 @@ from jaxcompact.graph import (
     Op,
     barrier,
     graph_of,
+    is_inexact,
     joined,
     read,
     renewed,
@@ -99,7 +100,7 @@ class Traced:
     def _require_matches(self, plan: "Plan", perturbed: tuple[bool, ...]) -> None:
         unused = getattr(self.policy, "unused", lambda names: [])(plan.names())
         avals = [self.graph.avals[v] for v in self.graph.inputs]
-        widest = tuple(jnp.issubdtype(a.dtype, jnp.inexact) for a in avals)
+        widest = tuple(map(is_inexact, avals))
         if unused and perturbed != widest:  # it may be of what is not differentiated
             self.plan(widest)
         elif unused:
@@ -208,7 +209,7 @@ class Plan:
         slots = self.replay.slots
         inputs, probes = self.traced.split(inputs)
         # All of them: what is outside may differentiate by others than what is inside.
-        inputs = [self.guard(x) if _is_inexact(x) else x for x in inputs]
+        inputs = [self.guard(x) if is_inexact(x) else x for x in inputs]
         # What a policy probes is encoded otherwise than it is read.
         regions = (
             []
@@ -339,10 +340,6 @@ _switch = differentiable(
     _backward_of_one,
     lambda branches: branches[0].label,
 )
-
-
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _guard(label: str) -> Callable:

@@ -27,10 +27,9 @@ def interpolated(p, x):
 
 
 def corners(t, i):
-    """Weights of both corners of a cell."""
-    return i.astype(jnp.int32), 1 - jnp.abs(t[..., None] - (i[..., None] + ENDS))[
-        ..., 1
-    ]
+    """A cell, and the weight of the second of its corners, of both of them."""
+    weights = 1 - jnp.abs(t[..., None] - (i[..., None] + ENDS))
+    return i.astype(jnp.int32), weights[..., 1]
 
 
 ENDS = jnp.arange(2.0)

@@ -143,14 +143,14 @@ def test_a_name_on_the_way_changes_nothing():
     plain = stored(partial(scores, name=lambda x, name: x), PARAMS, X)
     assert {n: action for n, action in named.items() if n in plain} == plain
     assert {named[n] for n in ("q0", "q1", "logits")} == {"Recompute()"}
-    assert sum("bits=8" in action for action in plain.values()) == 2
+    assert sum("bits=8" in action for action in plain.values()) == 3
 
 
 @pytest.mark.parametrize("width", [16, 320])
 def test_scores_of_a_table(width):
     """Of relative positions, of learned queries: as those of q and k, made again.
 
-    Of many terms they are stored, as logits are.
+    Of many terms they are stored, as logits are, and of what values are made again.
     """
     shapes = {"q": (32, width), "table": (width, 640), "v": (640, 32)}
     p = {n: normal(i, *s) / s[0] ** 0.5 for i, (n, s) in enumerate(shapes.items())}
@@ -170,6 +170,13 @@ def test_scores_of_a_table(width):
     ]
     off = optax.tree.norm(jax.tree.map(jnp.subtract, *wrt)) / optax.tree.norm(wrt[0])
     assert off < 0.1
+
+    def after_attention(p, x):
+        scores = x @ x.T
+        return jax.nn.softmax(jax.nn.softmax(scores) @ (x @ p["q"]) @ p["table"])
+
+    found = stored(after_attention, p, X)
+    assert found["dot_general.3"] == many["dot_general.1"]
 
 
 def test_only_the_nearest_has_eight_bits():

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxcompact import policies
 from jaxcompact.checkpoint import TRACERS, Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
+from jaxcompact.graph import is_inexact
 from jaxcompact.memory.cards import find_device, here, present
 from jaxcompact.memory.functions import require_function
 from jaxcompact.memory.peak import gib, peak
@@ -296,10 +297,6 @@ def _kind(x: Any) -> tuple:
     return aval.shape, aval.dtype
 
 
-def _is_inexact(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def scan_step(
     block: Callable, args: Sequence[Any], layers: int, params: Params
 ) -> Callable[[Any], tuple[Callable, tuple]]:
@@ -338,7 +335,7 @@ def scan_step(
                 return wrapped(*(given[n] for n in range(len(args)))), None
 
             x, _ = jax.lax.scan(layer, others[place], trained, length=layers)
-            inexact = filter(_is_inexact, jax.tree.leaves(x))
+            inexact = filter(is_inexact, jax.tree.leaves(x))
             return sum(jnp.sum(y.real, dtype=jnp.float32) for y in inexact)
 
         def stacked(x):

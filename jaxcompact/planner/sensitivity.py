@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcompact import policies
 from jaxcompact.codecs import Codec, Quantized
-from jaxcompact.graph import Graph, bodies, graph_of, state_of
+from jaxcompact.graph import graph_of, made_of
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
@@ -233,46 +233,18 @@ def _require_gradient(found: Any, args: tuple, jaxpr: ClosedJaxpr) -> None:
     if not isinstance(found, tuple) or any(map(partial(_alike, found), args)):
         return
     graph = graph_of(jaxpr)
-    moved = _reached(graph, {graph.inputs[0]})
+    # Not into a probe: that of what it is of, which it returns, is no derivative.
+    moved = made_of(graph, {graph.inputs[0]: 1}, closed=("custom_vjp_call",))
     outputs = iter(graph.outputs)
     for i, part in enumerate(found):
         of_part = [next(outputs) for _ in jax.tree.leaves(part)]
-        if of_part and not any(isinstance(v, int) and v in moved for v in of_part):
+        if of_part and not any(moved.get(v) for v in of_part if isinstance(v, int)):
             shapes = ", ".join(str(leaf) for leaf in jax.tree.leaves(part))
             raise ValueError(
                 f"make_gradient must return what gives the gradient alone, as jax.grad "
                 f"does, got a tuple whose part {i} nothing that is encoded changes "
                 f"({shapes}), as jax.value_and_grad's value or what has_aux adds"
             )
-
-
-def _reached(graph: Graph, values: Set[int]) -> set[int]:
-    """All that is made of them; of a loop and a barrier output by output."""
-    found = {*values}
-    for op in graph.ops:
-        if found.isdisjoint(op.reads):
-            continue
-        if op.kind == "optimization_barrier":
-            pairs = zip(op.ins, op.outs, strict=True)
-            found.update(out for v, out in pairs if isinstance(v, int) and v in found)
-        elif op.kind == "scan":
-            ((body, _),) = bodies(op)
-            pairs = zip(op.ins, body.inputs, strict=True)
-            inside = {w for v, w in pairs if isinstance(v, int) and v in found}
-            state = {o: body.inputs[i] for i, o in state_of(op).items()}
-            reached, outs = set[int](), list[int]()
-            while not inside <= reached:
-                reached = _reached(body, inside)
-                outs = [
-                    o
-                    for o, v in enumerate(body.outputs)
-                    if isinstance(v, int) and v in reached
-                ]
-                inside |= {state[o] for o in outs if o in state}
-            found.update(op.outs[o] for o in outs)
-        else:
-            found.update(op.outs)
-    return found
 
 
 def _alike(a: Any, b: Any) -> bool:
