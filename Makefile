@@ -1,6 +1,8 @@
 # make pretrain    train the small model on text that every machine has;
 #                  options of train/pretrain.py: make pretrain ARGS='--method compact'
-# make test        the whole test suite; a part: make test ARGS=tests/linear
+# make test        the test suite; a part: make test ARGS=tests/linear
+# make test-all    all that there is: slow cases too of tests that `make test` runs
+#                  other cases of, which is twice as long
 # make test-fast   all but the slow tests
 # make test-gpu    the tests for a GPU, which `make test` runs too where there is one
 # make lint        style; `make format` repairs what can be repaired
@@ -21,7 +23,7 @@ endif
 PYTHON := $(VENV)/bin/python
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal --durations=10 --durations-min=10
 
-.PHONY: pretrain test test-fast test-gpu lint format
+.PHONY: pretrain test test-all test-fast test-gpu lint format
 
 pretrain: venv-train
 	$(PYTHON) train/pretrain.py $(ARGS)
@@ -29,6 +31,9 @@ pretrain: venv-train
 test: venv-dev
 	$(PYTEST) $(ARGS)
 	@if nvidia-smi -L >/dev/null 2>&1; then $(MAKE) test-gpu; fi
+
+test-all: venv-dev
+	$(PYTEST) --all-cases $(ARGS)
 
 test-fast: venv-dev
 	$(PYTEST) -m "not slow" $(ARGS)

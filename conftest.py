@@ -13,6 +13,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="of a test with several cases run the first that is left",
     )
+    parser.addoption(
+        "--all-cases",
+        action="store_true",
+        help="run slow cases too of tests that other cases are run of",
+    )
 
 
 def pytest_itemcollected(item):
@@ -22,13 +27,18 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(trylast=True)  # after the markers' choice
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("one_case"):
-        tests = {}
-        for item in items:
-            tests.setdefault(item.nodeid.partition("[")[0], item)
-        kept = set(tests.values())
-        config.hook.pytest_deselected(items=[i for i in items if i not in kept])
-        items[:] = tests.values()
+    """Of each test at least one case is left."""
+    if config.getoption("all_cases"):
+        return
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    one, kept = config.getoption("one_case"), set()
+    for cases in tests.values():
+        fast = [] if one else [i for i in cases if i.get_closest_marker("slow") is None]
+        kept |= set(fast or cases[:1])
+    config.hook.pytest_deselected(items=[i for i in items if i not in kept])
+    items[:] = [i for i in items if i in kept]
 
 
 @pytest.fixture(autouse=True)

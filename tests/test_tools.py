@@ -6,8 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+
+import conftest
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
@@ -178,3 +182,25 @@ def test_tests_that_see_them_broken_are_there(monkeypatch):
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *tests]
     found = subprocess.run(command, cwd=TOOLS.parent, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "left"),
+    [
+        (None, ["a[1]", "a[2]", "b[1]", "c"]),
+        ("one_case", ["a[1]", "b[1]", "c"]),
+        ("all_cases", ["a[1]", "a[2]", "a[3]", "b[1]", "b[2]", "c"]),
+    ],
+)
+def test_of_each_test_a_case_is_run(option, left):
+    slow = {"a[3]", "b[1]", "b[2]", "c"}
+    gone, items = [], []
+    for name in ("a[1]", "b[1]", "a[2]", "a[3]", "b[2]", "c"):
+        marker = {"slow": name} if name in slow else {}
+        items.append(Mock(nodeid=name, get_closest_marker=marker.get))
+    hook = SimpleNamespace(pytest_deselected=lambda items: gone.extend(items))
+    config = SimpleNamespace(hook=hook, getoption=lambda name: name == option)
+    every = list(items)
+    conftest.pytest_collection_modifyitems(config, items)
+    assert sorted(item.nodeid for item in items) == left
+    assert [item for item in every if item not in items] == gone

@@ -771,7 +771,8 @@ def passes(copy: Path, *tests: str) -> bool:
     # Nothing is compiled before, by the mutated or by the plain.
     fresh = {"JAXCOMPACT_CACHE": str(copy / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
     fresh |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--all-cases"]
+    command += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         [*command, *tests], cwd=copy, env=os.environ | fresh, capture_output=True
     )
