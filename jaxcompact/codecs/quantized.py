@@ -81,9 +81,12 @@ class Quantized(Codec):
     Groups run along ``axis``; a row shorter than a group is one smaller group, and the
     last group of a longer row is filled up. If the last axis is grouped, and is shorter
     than a group, trailing axes are merged first. ``axis=-2`` is channel-wise: groups of
-    consecutive tokens, apart for each channel. Under explicit sharding groups begin
-    anew on each device where its part of a row is no multiple of a group: codes are
-    then others than on one device, and nothing is sent.
+    consecutive tokens, apart for each channel. They are as few as there must be, and no
+    longer than so many must be, in eights: of 197 tokens four groups of 56, not of 64.
+
+    Under explicit sharding groups begin anew on each device where its part of a row is
+    no multiple of a group: codes are then others than on one device, and nothing is
+    sent.
 
     Memory: ``bits + scale_bits / group_size`` bits an entry (asymmetric:
     ``bits + 32 / group_size``); see `nbytes`.
@@ -159,6 +162,9 @@ class Quantized(Codec):
     def _group(self, size: int) -> int:
         """The length of a group, of so many entries along the axis."""
         whole = unit(self.bits)
+        if self.axis != -1 and size > self.group_size:
+            count = -(-size // self.group_size)
+            size, whole = -(-size // count), 8  # which kernels take
         return min(self.group_size, max(1, -(-size // whole)) * whole)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:

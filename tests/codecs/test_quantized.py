@@ -238,6 +238,35 @@ def test_a_head_axis_between_tokens_and_channels():
     np.testing.assert_array_equal(jnp.moveaxis(decoded, 1, -1), turned)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "size", "group"),
+    [
+        (197, 64, 56),  # of ViT: four groups in any case
+        (65, 64, 40),
+        (77, 64, 40),
+        (128, 64, 64),
+        (50, 16, 16),  # seven groups of eights would be no fewer
+        (13, 12, 8),
+        (9, 4, 4),
+        (7, 64, 8),  # one group, in whole bytes
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_tokens_are_in_groups_that_are_alike(tokens, size, group, symmetric):
+    """Group by group, each by itself; so is what is stored."""
+    codec = Quantized(4, size, symmetric, axis=-2)
+    x = jax.random.normal(jax.random.key(0), (3, tokens, 5))
+    encoded, decoded = round_trip(codec, x)
+    parts = [x[:, at : at + group] for at in range(0, tokens, group)]
+    alone = [
+        round_trip(dataclasses.replace(codec, group_size=group), part)[1]
+        for part in parts
+    ]
+    np.testing.assert_array_equal(decoded, np.concatenate(alone, 1))
+    assert encoded.codes.shape == (3, len(parts) * group // 2, 5)
+    assert encoded.scales.shape == (3, len(parts), 5)
+
+
 @pytest.mark.slow
 def test_asymmetric_codes_are_decoded_in_as_little_memory():
     """What convolutions read lies in memory in bfloat16; of two, one in float32 too."""

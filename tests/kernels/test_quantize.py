@@ -70,6 +70,11 @@ CASES = {
         "bfloat16",
         (2, 100, 272),
     ),
+    "channels, as q and k of 77 tokens": (
+        {"bits": 8, "symmetric": False, "axis": -3, "group": 40},
+        "bfloat16",
+        (2, 77, 2, 64),
+    ),
     "channels, asymmetric, stochastic, tails": (
         {"bits": 3, "symmetric": False, "axis": -2, "seed": 3, "group": 32},
         "float32",
