@@ -1,4 +1,7 @@
-"""Tensors of which a part is read, or sums of entries: that is less to store."""
+"""Tensors of which a part is read, or sums of entries: that is less to store.
+
+And tensors that are read part by part, as q, k and v that one product makes.
+"""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,6 +13,8 @@ from jaxcompact.kinds import BLOCKS
 
 # Of one operand, whose numbers no gradient reads.
 _PLACES = frozenset("copy expand_dims reshape rev slice squeeze transpose".split())
+_LAYOUTS = frozenset("copy reshape transpose".split())
+_SLICES = frozenset("slice split".split())
 _NUMBERS = frozenset("convert_element_type imag neg real reduce_sum".split())
 
 
@@ -21,11 +26,10 @@ def find_parts(
     A slice of it, sums of its entries, its entries in a narrower float. Not of what a
     block returns: what it keeps for itself goes with it. A loop's is of its body.
     """
-    blocks = BLOCKS - {"scan"}
     found = {}
-    for candidate in (v for op in graph.ops if op.kind not in blocks for v in op.outs):
+    for candidate in _made(graph, candidates):
         value = smallest = candidate
-        while candidate in candidates and len(readers[value]) == 1:
+        while len(readers[value]) == 1:
             (op,) = readers[value]
             if not _is_part(op, graph):
                 break
@@ -35,6 +39,30 @@ def find_parts(
         if smallest != candidate:
             found[candidate] = smallest
     return found
+
+
+def find_slices(
+    graph: Graph, readers: Mapping[int, list[Op]], candidates: Collection[int]
+) -> dict[int, list[int]]:
+    """What each candidate is cut into, of those that are read as slices alone."""
+    found = {}
+    for value in _made(graph, candidates):
+        at = value
+        while len(readers[at]) == 1 and readers[at][0].kind in _LAYOUTS:
+            (at,) = readers[at][0].outs
+        ops = readers[at]
+        slices = [v for op in ops for v in op.outs]
+        entries = sum(graph.avals[v].size for v in slices)
+        if len(slices) > 1 and entries <= graph.avals[at].size:
+            if all(op.kind in _SLICES for op in ops):
+                found[value] = slices
+    return found
+
+
+def _made(graph: Graph, candidates: Collection[int]) -> list[int]:
+    """Those that no block returns, except a loop."""
+    ops = (op for op in graph.ops if op.kind not in BLOCKS - {"scan"})
+    return [v for op in ops for v in op.outs if v in candidates]
 
 
 def _is_part(op: Op, graph: Graph) -> bool:

@@ -207,7 +207,9 @@ class Compress:
         codec: of floating point tensors.
         scores: of the operands of softmax scores, q and k, whose errors the exponential
             amplifies; a `Quantized` takes its groups along the tokens of one channel,
-            and is also for logits and what else an exponential is taken of.
+            and is also for logits and what else an exponential is taken of. Of what is
+            read in slices, as Mamba's input, for these alone if they are the lesser
+            part; else, as of q, k and v in one, for the whole.
         attention: of the other operands and results of an attention that keeps its
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.

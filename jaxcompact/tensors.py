@@ -34,7 +34,7 @@ from jaxcompact.kinds import (
     renames,
 )
 from jaxcompact.loops import exact_outputs
-from jaxcompact.parts import find_parts
+from jaxcompact.parts import find_parts, find_slices
 from jaxcompact.phases import find_phases
 from jaxcompact.scores import (
     find_attention,
@@ -111,6 +111,7 @@ class Tensors:
         self._add_names()
         self._move_to_sums()
         self._move_to_parts()
+        self._move_to_slices(exponents)
         self._cut_chains()
         enlarged = self._add_norms()
         of = given, self.data, self.fixed
@@ -267,6 +268,31 @@ class Tensors:
             self.found[part] = replace(
                 tensor, name=name, shape=aval.shape, dtype=aval.dtype
             )
+
+    def _move_to_slices(self, exponents: Set[int]) -> None:
+        """What exponentials read a lesser part of, as of Mamba's input, is in parts.
+
+        Else it is one, as q and k beside v, and has as many bits as these want.
+        """
+        made = {v for v, t in self.found.items() if t.kind == "op" and t.floating}
+        cut = find_slices(self.graph, self.readers, made)
+        if not cut:
+            return
+        stops = made.union(*cut.values())
+        of = self.graph, self.fixed, stops, self.known, (), self.tables
+        read = exponents | find_attention(*of).scores.keys()
+        for value, slices in cut.items():
+            avals = {part: self.graph.avals[part] for part in slices}
+            entries = sum(avals[part].size for part in read.intersection(slices))
+            if not 0 < 2 * entries <= self.graph.avals[value].size:
+                continue
+            tensor = self.found.pop(value)
+            for i, (part, aval) in enumerate(avals.items()):
+                of_part = replace(tensor, name=f"{tensor.name}.{i}")
+                name = self.found.get(part, of_part).name
+                self.found[part] = replace(
+                    of_part, name=name, shape=aval.shape, dtype=aval.dtype
+                )
 
     def _cut_chains(self) -> None:
         """A residual stream, where what is added to it is read otherwise as well."""

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
@@ -63,3 +64,78 @@ def test_attention_in_float32_that_is_read_as_bfloat16():
     small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
     grads = [jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (small, fun)]
     assert jnp.allclose(*grads, rtol=0.1)
+
+
+def cut(x):
+    return x[:, :4], x[:, 4:8], x[:, 8:]
+
+
+def split(x):
+    return jnp.split(x, [4, 8], axis=1)
+
+
+def folded(x):
+    parts = x.reshape(8, 4, 4)
+    return (a.reshape(8, -1) for a in (parts[:, 0], parts[:, 1], parts[:, 2:]))
+
+
+def attention(w, x, parts):
+    """What is multiplied by the attention's probabilities is wider than q and k."""
+    q, k, v = parts(x @ w)
+    return jnp.sin(jax.nn.softmax(q @ k.T) @ jnp.sin(v))
+
+
+@pytest.mark.parametrize("parts", [cut, split, folded])
+def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts):
+    """Each as if it had been made by itself, in as many bytes."""
+    w, x = (jax.random.normal(jax.random.key(i), (n, 16)) for i, n in ((0, 16), (1, 8)))
+
+    def together(w, x):
+        return attention(w, x, parts)
+
+    def alone(w, x):
+        return attention(w, x, lambda _: (x @ w[:, :4], x @ w[:, 4:8], x @ w[:, 8:]))
+
+    found = candidates(together, W, X)
+    sizes = [found[f"dot_general.0.{i}"].size for i in range(3)]
+    assert sizes == [32, 32, 64] and "dot_general.0" not in found
+    for policy in (jc.policies.int8(), jc.policies.int4()):
+        small, other = (
+            jc.checkpoint(f, policy=policy, params=0) for f in (together, alone)
+        )
+        grads = [jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (small, other)]
+        # They differ by float32's sums alone.
+        np.testing.assert_allclose(*grads, rtol=1e-5, atol=1e-5)
+        assert stored_in(together, policy) == stored_in(alone, policy)
+
+
+def stored_in(fun, policy):
+    return jc.explain(fun, W, X, policy=policy, params=0).stored
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: attention(w, x, lambda y: (y[:, :6], y[:, 6:12], y[:, 12:])),
+        lambda w, x: attention(w, x, lambda y: (y[:, :4], y[:, 4:8], y)),
+        lambda w, x: attention(
+            w, x, lambda y: (y[:, :4], y[:, 4:8], y.max(1)[:, None])
+        ),
+        lambda w, x: attention(w, x, lambda y: (y[:, :4], y[:, :4], y[:, :12])),
+        lambda w, x: jnp.sin(jnp.sin((y := x @ w)[:, :4]) @ jnp.sin(y[:, 4:]).T[:4]),
+        lambda w, x: attention(w, x, lambda y: cut(checkpoint_name(y, "qkv"))),
+        lambda w, x: attention(w, x, lambda y: cut(summed(y))),
+    ],
+    ids=[
+        "most",
+        "whole",
+        "a maximum",
+        "twice",
+        "no exponential",
+        "by name",
+        "of a block",
+    ],
+)
+def test_what_is_stored_whole(fun):
+    found = candidates(fun, W, X)
+    assert not any(name.count(".") == 2 for name in found), list(found)

@@ -29,6 +29,27 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "Mamba's input is stored as dt, B and C are",
+        "jaxcompact/tensors.py",
+        "if not 0 < 2 * entries <= self.graph.avals[value].size:",
+        "if entries + 1:",
+        "tests/test_parts.py::test_what_exponentials_read_a_part_of_is_stored_in_parts",
+    ),
+    Mutation(
+        "q, k and v in one are stored in parts",
+        "jaxcompact/tensors.py",
+        "if not 0 < 2 * entries <= self.graph.avals[value].size:",
+        "if not entries:",
+        "tests/test_parts.py::test_what_is_stored_whole",
+    ),
+    Mutation(
+        "the last group of tokens is filled up",
+        "jaxcompact/codecs/quantized.py",
+        "size, whole = -(-size // count), 8",
+        "size, whole = count * self.group_size, 8",
+        "tests/codecs/test_quantized.py::test_tokens_are_in_groups_that_are_alike",
+    ),
+    Mutation(
         "scores of a table of positions are stored",
         "jaxcompact/tensors.py",
         "again = op in self.tables or is_product(op, self.fixed, self.known)",
