@@ -1,6 +1,6 @@
 """Tensors of which a part is read, or sums of entries: that is less to store.
 
-And tensors that are read part by part, as q, k and v that one product makes.
+And tensors that are read part by part, as one product's dt, B, C, x and z in Mamba-2.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,8 +12,8 @@ from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import BLOCKS
 
 # Of one operand, whose numbers no gradient reads.
-_PLACES = frozenset("copy expand_dims reshape rev slice squeeze transpose".split())
 _LAYOUTS = frozenset("copy reshape transpose".split())
+_PLACES = _LAYOUTS | frozenset("expand_dims rev slice squeeze".split())
 _SLICES = frozenset("slice split".split())
 _NUMBERS = frozenset("convert_element_type imag neg real reduce_sum".split())
 
@@ -52,10 +52,9 @@ def find_slices(
             (at,) = readers[at][0].outs
         ops = readers[at]
         slices = [v for op in ops for v in op.outs]
-        entries = sum(graph.avals[v].size for v in slices)
-        if len(slices) > 1 and entries <= graph.avals[at].size:
-            if all(op.kind in _SLICES for op in ops):
-                found[value] = slices
+        once = sum(graph.avals[v].size for v in slices) <= graph.avals[at].size
+        if len(slices) > 1 and once and all(op.kind in _SLICES for op in ops):
+            found[value] = slices
     return found
 
 

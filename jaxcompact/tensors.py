@@ -263,11 +263,7 @@ class Tensors:
         """What is only read in part, or as a narrower float, is stored as that."""
         made = {value for value, t in self.found.items() if t.kind == "op"}
         for value, part in find_parts(self.graph, self.readers, made).items():
-            tensor, aval = self.found.pop(value), self.graph.avals[part]
-            name = self.found.get(part, tensor).name
-            self.found[part] = replace(
-                tensor, name=name, shape=aval.shape, dtype=aval.dtype
-            )
+            self._put(self.found.pop(value), part)
 
     def _move_to_slices(self, exponents: Set[int]) -> None:
         """What exponentials read a lesser part of, as of Mamba's input, is in parts.
@@ -282,17 +278,18 @@ class Tensors:
         of = self.graph, self.fixed, stops, self.known, (), self.tables
         read = exponents | find_attention(*of).scores.keys()
         for value, slices in cut.items():
-            avals = {part: self.graph.avals[part] for part in slices}
-            entries = sum(avals[part].size for part in read.intersection(slices))
-            if not 0 < 2 * entries <= self.graph.avals[value].size:
-                continue
-            tensor = self.found.pop(value)
-            for i, (part, aval) in enumerate(avals.items()):
-                of_part = replace(tensor, name=f"{tensor.name}.{i}")
-                name = self.found.get(part, of_part).name
-                self.found[part] = replace(
-                    of_part, name=name, shape=aval.shape, dtype=aval.dtype
-                )
+            entries = sum(self.graph.avals[v].size for v in read.intersection(slices))
+            if 0 < 2 * entries <= self.graph.avals[value].size:
+                tensor = self.found.pop(value)
+                for i, part in enumerate(slices):
+                    self._put(replace(tensor, name=f"{tensor.name}.{i}"), part)
+
+    def _put(self, tensor: Tensor, part: int) -> None:
+        """In place of a tensor a part of it, which keeps a name of its own."""
+        aval, name = self.graph.avals[part], self.found.get(part, tensor).name
+        self.found[part] = replace(
+            tensor, name=name, shape=aval.shape, dtype=aval.dtype
+        )
 
     def _cut_chains(self) -> None:
         """A residual stream, where what is added to it is read otherwise as well."""

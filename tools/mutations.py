@@ -31,15 +31,15 @@ MUTATIONS = [
     Mutation(
         "Mamba's input is stored as dt, B and C are",
         "jaxcompact/tensors.py",
-        "if not 0 < 2 * entries <= self.graph.avals[value].size:",
-        "if entries + 1:",
+        "if 0 < 2 * entries <= self.graph.avals[value].size:",
+        "if not entries + 1:",
         "tests/test_parts.py::test_what_exponentials_read_a_part_of_is_stored_in_parts",
     ),
     Mutation(
         "q, k and v in one are stored in parts",
         "jaxcompact/tensors.py",
-        "if not 0 < 2 * entries <= self.graph.avals[value].size:",
-        "if not entries:",
+        "if 0 < 2 * entries <= self.graph.avals[value].size:",
+        "if entries:",
         "tests/test_parts.py::test_what_is_stored_whole",
     ),
     Mutation(
