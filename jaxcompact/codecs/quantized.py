@@ -80,9 +80,11 @@ class Quantized(Codec):
 
     Groups run along ``axis``; a row shorter than a group is one smaller group, and the
     last group of a longer row is filled up. If the last axis is grouped, and is shorter
-    than a group, trailing axes are merged first. ``axis=-2`` is channel-wise: groups of
-    consecutive tokens, apart for each channel. They are as few as there must be, and no
-    longer than so many must be, in eights: of 197 tokens four groups of 56, not of 64.
+    than a group, trailing axes are merged first; where groups half as long take less,
+    they are, but of 32 at least: of 96 entries three of 32, not two of 64. ``axis=-2``
+    is channel-wise: groups of consecutive tokens, apart for each channel. They are as
+    few as there must be, and no longer than so many must be, in eights: of 197 tokens
+    four groups of 56, not of 64.
 
     Under explicit sharding groups begin anew on each device where its part of a row is
     no multiple of a group: codes are then others than on one device, and nothing is
@@ -161,11 +163,18 @@ class Quantized(Codec):
 
     def _group(self, size: int) -> int:
         """The length of a group, of so many entries along the axis."""
-        whole = unit(self.bits)
-        if self.axis != -1 and size > self.group_size:
-            count = -(-size // self.group_size)
+        whole, longest = unit(self.bits), self.group_size
+        if size > longest and self.axis != -1:
+            count = -(-size // longest)
             size, whole = -(-size // count), 8  # which kernels take
-        return min(self.group_size, max(1, -(-size // whole)) * whole)
+        elif size > longest and longest % 64 == 0:  # kernels take 32s, and no less
+            return min((longest, longest // 2), key=partial(self._row_bits, size))
+        return min(longest, max(1, -(-size // whole)) * whole)
+
+    def _row_bits(self, size: int, group: int) -> int:
+        """That a row takes, in such groups."""
+        levels = self.scale_bits if self.symmetric else 32
+        return -(-size // group) * (group * self.bits + levels)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:
         """``x`` in codes and scales."""

@@ -104,8 +104,6 @@ def _chosen(
     function, broken = None, divided.broken or broken
     if any(map(split_by_xla, xs)):
         broken = "XLA can't split it over devices"
-    if group < 64:  # columns that f is evaluated on at once
-        broken = f"group must be 64, 128 or 256, got {group}"
     if len(xs) > 2:
         broken = f"f must be of one or two arrays, got {len(xs)}"
     if any((x.shape, x.dtype, part(x)) != (shape, dtype, part(xs[0])) for x in xs):

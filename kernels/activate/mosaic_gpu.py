@@ -51,7 +51,8 @@ def activate(
     """
     (rows, size), dtype, of_y = xs[0].shape, xs[0].dtype, f.y.dtype
     count, width = pl.cdiv(size, group), group * bits // 8
-    groups = min(max(1, columns // group), count)
+    unit = max(1, COLUMNS // group)  # groups that f is evaluated on at once
+    groups = unit * min(max(1, columns // (unit * group)), pl.cdiv(count, unit))
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
     kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
     kinds += [] if symmetric else [jnp.bfloat16]

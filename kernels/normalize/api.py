@@ -117,8 +117,6 @@ def _chosen(
     broken = broken_rule(shape, jnp.dtype(x.dtype), -1, bits, group)
     if split_by_xla(x):
         broken = "XLA can't split it over devices"
-    if group < 64:  # columns that f is evaluated on at once
-        broken = f"group must be 64, 128 or 256, got {group}"
     if shape[-1:] != x.shape[-1:]:
         broken = f"devices must have whole rows, got {x.shape} as {shape}"
     if not broken:

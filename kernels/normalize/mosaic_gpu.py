@@ -213,12 +213,13 @@ def _shared(
     f: Function, size: int, bits: int, group: int, columns: int, workers: int
 ) -> tuple[int, int]:
     """Groups that a warpgroup has at once, and warpgroups, as shared memory allows."""
-    count, width = pl.cdiv(size, group), f.xs[0].dtype.itemsize
+    unit, width = max(1, COLUMNS // group), f.xs[0].dtype.itemsize
     width += 0 if f.y.dtype == f.xs[0].dtype else f.y.dtype.itemsize
     one = block.ROWS * (group * width + group * bits // 8 + 4)
     one += group * sum(p.dtype.itemsize for p in f.parameters)
     sums = workers * sum(map(len, f.sums)) + len(f.statistics)
-    most = (block.SHARED - 4 * block.ROWS * sums) // one
+    most = (block.SHARED - 4 * block.ROWS * sums) // (unit * one)
+    count = pl.cdiv(size, unit * group)  # of units, that f is evaluated on at once
     workers = min(workers, count, most)
-    wanted = max(1, columns // group), pl.cdiv(count, workers), most // workers
-    return min(wanted), workers
+    wanted = columns // (unit * group), pl.cdiv(count, workers), most // workers
+    return unit * max(1, min(wanted)), workers

@@ -267,6 +267,33 @@ def test_tokens_are_in_groups_that_are_alike(tokens, size, group, symmetric):
     assert encoded.scales.shape == (3, len(parts), 5)
 
 
+@pytest.mark.parametrize(
+    ("width", "size", "group"),
+    [
+        (96, 64, 32),  # of Swin and ConvNeXt
+        (97, 64, 64),  # four of 32 take more than two
+        (80, 64, 32),
+        (480, 64, 32),
+        (544, 64, 64),  # as many bytes
+        (320, 256, 128),
+        (48, 32, 32),  # which kernels take, and no less
+    ],
+)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_rows_are_in_groups_that_take_the_least(width, size, group, symmetric):
+    codec = Quantized(8 if width == 480 else 4, size, symmetric)
+    x = jax.random.normal(jax.random.key(0), (3, width))
+    whole = jnp.pad(
+        x, ((0, 0), (0, -width % group)), mode="edge" if not symmetric else "constant"
+    )
+    alone = dataclasses.replace(codec, group_size=group)
+    found, decoded = round_trip(codec, x)
+    expected, of_whole = round_trip(alone, whole.reshape(-1, group))
+    np.testing.assert_array_equal(decoded, of_whole.reshape(3, -1)[:, :width])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a.reshape(b.shape), b)
+
+
 @pytest.mark.slow
 def test_asymmetric_codes_are_decoded_in_as_little_memory():
     """What convolutions read lies in memory in bfloat16; of two, one in float32 too."""

@@ -84,6 +84,18 @@ CASES = {
         "bfloat16",
         (65, 328),
     ),
+    "GELU, groups of 32": (
+        jax.nn.gelu,
+        {"bits": 4, "group": 32},
+        "bfloat16",
+        (72, 96),
+    ),
+    "SwiGLU, groups of 32, one in part": (
+        swiglu,
+        {"bits": 8, "group": 32, "symmetric": False},
+        "float16",
+        (65, 208),
+    ),
     "clipped, one short row": (clipped, {"bits": 4}, "float16", (1, 72)),
 }
 # On the oldest jax as well.
@@ -278,7 +290,7 @@ X = jnp.ones((8, 128), jnp.bfloat16)
         (lambda x: x > 0, {}, r"f must make floats of \(8, 128\) first, got bool"),
         (lambda x: x - x.sum(-1, keepdims=True), {}, "got reduce_sum|elementwise"),
         (jnp.tanh, {"bits": 3}, "bits must be 2, 4 or 8, got 3"),
-        (jnp.tanh, {"group": 32}, "group must be 64, 128 or 256, got 32"),
+        (jnp.tanh, {"group": 48}, "group must be 32, 64, 128 or 256, got 48"),
         (
             jnp.tanh,
             {"shape": (8, 133)},
