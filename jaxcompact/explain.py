@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import jax
+
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import is_inexact, on_host
@@ -136,8 +138,10 @@ def explain(
             f"its own; an argument of that name goes by its place"
         )
     traced, inputs = TRACERS[fun](args, kwargs)
-    avals = [traced.graph.avals[v] for v in traced.graph.inputs]
-    mask = tuple(map(is_inexact, avals))
+    mask = tuple(
+        is_inexact(traced.graph.avals[v]) and not _is_constant(x, traced.labels.get(v))
+        for v, x in zip(traced.graph.inputs, inputs, strict=True)
+    )
     plan, exact = traced.plan(mask), traced.under(_Exactly(traced.policy)).plan(mask)
     rows = [
         Row(
@@ -147,7 +151,7 @@ def explain(
             str(traced.graph.avals[v].dtype),
             "",
             "keep",
-            "a parameter" if not name.startswith("closure.") else "closed over",
+            "closed over" if _is_closed_over(name) else "a parameter",
             _nbytes(traced.graph.avals[v]),
             0,
         )
@@ -156,6 +160,15 @@ def explain(
     inside = [row for inner in plan.inner() for row in _rows(inner)]
     loops = sum(row.stored for row in _rows(exact) if _is_of_loop(row))
     return Explanation((*rows, *_rows(plan)), tuple(inside), loops)
+
+
+def _is_closed_over(name: str | None) -> bool:
+    return name is not None and name.startswith("closure.")
+
+
+def _is_constant(x: Any, name: str | None) -> bool:
+    """What is closed over, unless a transformation around the function knows it."""
+    return _is_closed_over(name) and not isinstance(x, jax.core.Tracer)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """What sines and cosines are taken of, where rounding would turn it by radians.
 
 Angles that are not differentiated, of times, positions, random frequencies: they may be
-as large as the data. What an array of known frequencies multiplies, as in a positional
+as large as the data. What several known frequencies multiply, as in a positional
 encoding of coordinates that are. Products of few numbers, data or by known frequencies,
 are made again of them.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Set
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jax.extend.core import Literal
 from jaxcompact.differences import narrow
 from jaxcompact.graph import Graph, Op, bodies, moving_values, state_of
 from jaxcompact.kinds import expensive
-from jaxcompact.spans import find_spans
+from jaxcompact.spans import Span, find_spans, span_of
 
 _FAST = 8  # radians of a sine for one of what it is made of
 _WIDER = 8  # times its operands: they take no more than its codes of 4 bits
@@ -88,15 +89,30 @@ def _angles(
 def _multiplied(
     graph: Graph, same: Collection[int], made_by: Mapping[int, Op]
 ) -> set[Op]:
-    """Multiplications by an array of known frequencies, some of which are high."""
+    """Multiplications by known frequencies, several of one value, by the high ones.
+
+    They are an array, or numbers that multiply it one after another.
+    """
     found, spans = set(), find_spans(graph)
+    numbers: dict[int, dict[Op, Span]] = defaultdict(dict)  # of what they multiply
     for op in graph.ops:
         factors = {"mul": op.ins, "div": op.ins[1:]}.get(op.kind, ())
         for v in factors:
-            if isinstance(v, Literal) or v not in same:
+            written = isinstance(v, Literal)
+            if not written and v not in same:
                 continue
-            sizes = map(abs, spans.get(v, ()))
-            slow = [s < _FAST if op.kind == "mul" else s * _FAST > 1 for s in sizes]
-            if graph.avals[narrow(v, made_by)].size > 1 and not (slow and all(slow)):
-                found.add(op)
+            span = span_of(v, spans)
+            if not written and graph.avals[narrow(v, made_by)].size > 1:
+                found |= {op} if span is None or _is_fast(op, span) else set()
+            elif span:
+                for value in op.reads:
+                    numbers[value][op] = span
+    for each in numbers.values():
+        if len({*each.values()}) > 1:
+            found |= {op for op, span in each.items() if _is_fast(op, span)}
     return found
+
+
+def _is_fast(op: Op, span: Span) -> bool:
+    sizes = map(abs, span)
+    return not all(s < _FAST if op.kind == "mul" else s * _FAST > 1 for s in sizes)

@@ -50,6 +50,21 @@ def test_bytes_are_those_of_the_residuals():
     assert said.exact == 4 * 16 * (64 + 128 + 128)
 
 
+def test_what_is_closed_over_is_not_differentiated():
+    """Octaves of an angle, which stays whole beside them: here as in the gradient."""
+    bands = 2.0 ** jnp.arange(8.0)
+
+    def waves(params, x):
+        angles = (x @ params["up"])[..., None] * bands[None, None]
+        return jnp.sum(jnp.sin(angles))
+
+    small = jc.checkpoint(waves, policy=jc.policies.int4(), params=0)
+    assert rows(jc.explain(small, PARAMS, X))["dot_general.0"].action == "Save()"
+    of = jax.make_jaxpr(lambda p: jax.vjp(small, p, X)[1])(PARAMS)
+    kept = [aval.dtype for aval in of.out_avals if aval.shape == (16, 128)]
+    assert kept == [jnp.uint32]
+
+
 def test_without_params_inputs_are_kept_and_the_report_says_why():
     said = rows(jc.explain(block, PARAMS, X, policy=jc.policies.int4()))
     assert said["x"].action == "keep" and "`params` was not given" in said["x"].reason

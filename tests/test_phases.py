@@ -74,6 +74,12 @@ def of_wavelengths(p, x):
     )
 
 
+def one_after_another(p, x):
+    x = 8 * x[:, :3] @ p["pose"]
+    each = [f(2.0**k * jnp.pi * x) for k in range(10) for f in (jnp.sin, jnp.cos)]
+    return read(p, jnp.concatenate(each, -1))
+
+
 def rotary(p, x):
     """Of packed documents."""
     positions = jnp.concatenate([jnp.arange(1980, 2000), jnp.arange(44)])[None]
@@ -98,6 +104,7 @@ CASES = {
     "learned features": (learned_features, PARAMS | {"bands": BANDS}),
     "of coordinates": (of_coordinates, PARAMS | POSE),
     "of wavelengths": (of_wavelengths, PARAMS | POSE),
+    "one after another": (one_after_another, PARAMS | POSE),
     "rotary": (rotary, PARAMS),
 }
 
@@ -141,7 +148,7 @@ def test_what_stays_whole_is_the_narrowest():
 
 
 def test_other_sines_are_rounded():
-    """Of a hidden layer, and of what is scaled by less than 8."""
+    """Of a hidden layer, also by two numbers, and of what is scaled by less than 8."""
 
     def hidden(p, x, scales=lambda: 30.0):
         h = jnp.sin(scales() * (jnp.tanh(x) @ p["a"]))
@@ -150,6 +157,10 @@ def test_other_sines_are_rounded():
     def slow(p, x):
         return hidden(p, x, lambda: jnp.where(jnp.arange(48) < 24, 1.0, 2.0))
 
+    def slow_twice(p, x):
+        return hidden(p, x, lambda: 1.5) + hidden(p, x, lambda: 3.0)
+
     wide = "Quantized(bits=8, symmetric=False)"
     assert stored(hidden, PARAMS, X)["dot_general.0"] == wide
+    assert stored(slow_twice, PARAMS, X)["dot_general.0"] == "Quantized(bits=4)"
     assert stored(slow, PARAMS, X)["dot_general.0"] == "Quantized(bits=4)"
