@@ -145,6 +145,8 @@ def _plan(arguments: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{option} must be in a folder that is there, got {path!r}"
             )
+        if path and Path(path).is_dir():
+            raise ValueError(f"--{option} must be a file, got the folder {path!r}")
     if arguments.plot and Path(arguments.plot).suffix not in PICTURES:
         raise ValueError(
             f"--plot must end with {', '.join(PICTURES)}, got {arguments.plot!r}"

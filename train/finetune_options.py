@@ -230,7 +230,7 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
     task, weights, method, plan, optimizer, output = options.read(
         "finetune.py", description, parts, argv
     )
-    plan.check(method.checkpoint)
+    plan.check(method.checkpoint, method.names)
     return [
         Config(task, weights, method.of(name), plan, optimizer, output)
         for name in method.names

@@ -1,5 +1,6 @@
 """The options of a plan, of pretrain.py and finetune.py."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,9 @@ class PlanOptions:
     def allowed_error(self) -> float:
         return MAX_ERROR if self.max_error is None else self.max_error
 
-    def check(self, checkpoint: str | None) -> None:
+    def check(self, checkpoint: str | None, methods: Collection[str]) -> None:
         """Raises ValueError where a method has a policy already."""
-        if checkpoint and (self.plan or self.memory_budget):
-            raise ValueError("--checkpoint and a plan exclude each other")
+        has_one = {"--checkpoint": checkpoint, "--method remat": "remat" in methods}
+        for name, given in has_one.items():
+            if given and (self.plan or self.memory_budget):
+                raise ValueError(f"{name} and a plan exclude each other")

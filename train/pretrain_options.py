@@ -208,7 +208,7 @@ def parse(argv: Sequence[str] | None = None) -> list[Config]:
     model, method, plan, optimizer, data, device, output = read(
         "pretrain.py", description, parts, argv
     )
-    plan.check(method.checkpoint)
+    plan.check(method.checkpoint, method.names)
     configs = []
     for name in method.names:
         lr = optimizer.lr or DEFAULTS[name]["lr"]

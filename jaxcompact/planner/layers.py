@@ -7,6 +7,7 @@ import jax
 from jax.extend.core import jaxprs_in_params
 
 from jaxcompact.memory.functions import made_by
+from jaxcompact.planner.arguments import arrays_of, of_arrays
 from jaxcompact.policy import ChoosesActions, Policy
 
 _FORWARD, _BACKWARD = "_forward", "_backward"  # jitted functions of `traced.Plan`
@@ -29,7 +30,12 @@ def layers_of(
     differentiated.
     """
     step, args = made_by(make_step, "make_step", "step", Policy())
-    return _runs(jax.make_jaxpr(step)(*args).jaxpr).held
+    return _runs(jax.make_jaxpr(of_arrays(step, args))(arrays_of(args)).jaxpr).held
+
+
+def require_positive(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a positive int, got {count!r}")
 
 
 def _runs(jaxpr: Any) -> _Runs:

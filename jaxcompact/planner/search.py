@@ -17,9 +17,10 @@ from jaxcompact.memory.cards import find_device, here, present
 from jaxcompact.memory.functions import require_function
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes, saying
+from jaxcompact.planner.arguments import arrays_of
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.effects import Sensitivity
-from jaxcompact.planner.layers import layers_of
+from jaxcompact.planner.layers import layers_of, require_positive
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import CODECS, Problem, named, problem_of
@@ -66,7 +67,7 @@ def plan(
     >>> found.peak_bytes < 300 * 2**20
     True
     """
-    require_layers(layers)
+    require_positive("layers", layers)
     make_step = scan_step(block, args, layers, params)
     return plan_step(make_step, layers=layers, **options)
 
@@ -124,7 +125,7 @@ def plan_step(
     Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
     """
     if layers is not None:
-        require_layers(layers)
+        require_positive("layers", layers)
     device = here() if device is None else device
     card, limit = find_device(device), budget_bytes(budget, device)
     say = saying(progress)
@@ -250,11 +251,6 @@ def _fastest(
     )
 
 
-def require_layers(layers: Any) -> None:
-    if isinstance(layers, bool) or not isinstance(layers, int) or layers < 1:
-        raise ValueError(f"layers must be a positive int, got {layers!r}")
-
-
 def _rounded_up(nbytes: int) -> int:
     """To what its text says, or a little more."""
     unit = 2**30 if nbytes >= 2**30 else 2**20
@@ -281,7 +277,7 @@ def budget_bytes(budget: int | str | None, device: str) -> int:
 def _nbytes(args: Any) -> int:
     """Of arrays or their shapes, on one device."""
     total = 0
-    for leaf in jax.tree.leaves(args):
+    for leaf in arrays_of(args):
         aval, sharding = jax.typeof(leaf), getattr(leaf, "sharding", None)
         shape = sharding.shard_shape(aval.shape) if sharding else aval.shape
         total += math.prod(shape) * aval.dtype.itemsize

@@ -16,6 +16,7 @@ from jaxcompact import policies
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import graph_of, made_of
 from jaxcompact.paths import leaves_with_path, path_name
+from jaxcompact.planner.arguments import arrays_of, of_arrays
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
 from jaxcompact.planner.probing import Probing, Under
@@ -100,7 +101,10 @@ def measuring(
     codecs: Sequence[Codec] = CODECS,
     probes: int = 4,
 ) -> tuple[Callable[..., Sensitivity], tuple]:
-    """``measure(key, *args)``, compiled once for many, and the first args."""
+    """``measure(key, *args)``, compiled once for many, and the first args.
+
+    What is no array among these is meant in all others too.
+    """
     if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
         raise ValueError(f"probes must be a positive int, got {probes!r}")
     if isinstance(policy, type) or not hasattr(policy, "decide"):
@@ -151,12 +155,11 @@ def _prepared(
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
     _, args = make_gradient(policy)
-    tree = jax.tree.structure(tuple(args))
 
     # Leaves, as an NNX module belongs to the trace that it is made in.
     def gradient(policy, leaves):
         of, _ = make_gradient(policy)
-        return of(*jax.tree.unflatten(tree, leaves))
+        return of_arrays(of, args)(leaves)
 
     def probed_gradient(probe, *leaves):
         return gradient(Probing(policy, asked, starts, (probe,)), leaves)
@@ -194,7 +197,7 @@ def _prepared(
         return _prepared(make_gradient, Under(dict(actions), policy), (), probes)
 
     def measure(key: jax.Array, *args: Any) -> Sensitivity:
-        total, leaves = np.zeros((2, sum(sizes))), jax.tree.leaves(args)
+        total, leaves = np.zeros((2, sum(sizes))), arrays_of(args)
         for k in jax.random.split(key, probes):
             zeros = jnp.zeros(total.shape, jnp.float32)
             moved, squared = probed(zeros, k, *leaves)

@@ -63,6 +63,10 @@ def test_a_table_and_a_file(run, tmp_path):
             "--plot must be in a folder that is there, got 'no/front.png'",
         ),
         (
+            ["my_module:make_block", "--save", "/"],
+            "--save must be a file, got the folder '/'",
+        ),
+        (
             ["my_module:make_block", "--plot", "front.txt"],
             "--plot must end with .png, .pdf, .svg, got 'front.txt'",
         ),
@@ -79,7 +83,8 @@ def test_what_was_found_is_printed_before_it_is_written(
 ):
     found = jc.Plan("block", {}, "h200", 2**30, 0.0, 0, 0.0, 2**20)
     monkeypatch.setattr(cli, "plan", lambda *args, **options: found)
+    (tmp_path / "plan.json.part").mkdir()  # where it is written first
     said, out, _ = jaxcompact_main(
-        MODULE, "plan", "my_module:make_block", "--save", str(tmp_path)
+        MODULE, "plan", "my_module:make_block", "--save", str(tmp_path / "plan.json")
     )
     assert out == f"{found}\n" and "directory" in said and "\n" not in said

@@ -90,6 +90,13 @@ def test_it_is_a_front(found):
     assert 0 < max(p.error for p in found.plans) <= 0.2
 
 
+@pytest.mark.parametrize("name", ["count", "layers"])
+def test_wrong_numbers_are_refused(name):
+    for wrong in (0, 2.5, True):
+        with pytest.raises(ValueError, match=f"{name} must be a positive int"):
+            front(make_step, **{name: wrong})
+
+
 def test_its_plans_are_the_planners(found, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
     plan = jc.plan_step(make_step, layers=4, progress=lambda line: None)

@@ -203,6 +203,27 @@ def test_modules_are_arguments():
     assert found == jc.sensitivity(of_state) and found.effects
 
 
+def test_static_arguments():
+    """Of a jitted gradient, as `jc.memory.peak` takes them."""
+
+    def made(jitted, *how):
+        def make_gradient(policy):
+            block = jc.checkpoint(lambda w, x: jnp.tanh(x @ w), policy=policy, params=0)
+
+            def gradient(w, x, how):
+                assert how in (2, "twice")
+                return jax.grad(lambda w: jnp.sum(2 * block(w, jnp.sin(x)) ** 2))(w)
+
+            return jitted(gradient), (X[0, :16, :16], X[0, :, :16], *how)
+
+        return jc.sensitivity(make_gradient)
+
+    expected = made(lambda gradient: lambda w, x: gradient(w, x, 2))
+    for how in (2, "twice"):
+        found = made(lambda gradient: jax.jit(gradient, static_argnums=2), how)
+        assert found == expected
+
+
 @pytest.mark.slow
 def test_automatic_beats_uniform(found, exact):
     """At the bytes of uniform codecs, on the gradient itself."""

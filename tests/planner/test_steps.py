@@ -35,6 +35,21 @@ def test_of_a_step_of_ones_own(tmp_path, monkeypatch):
     assert found.peak_bytes <= 160 * MIB
 
 
+@pytest.mark.parametrize("train", [True, "on"])
+def test_static_arguments_of_a_step(train):
+    def make_step(policy):
+        wrapped = jc.checkpoint(block, policy=policy, params=0)
+
+        def step(params, x, train):
+            assert train in (True, "on")
+            return jax.grad(lambda p: wrapped(p, x).sum().astype(jnp.float32))(params)
+
+        return jax.jit(step, static_argnums=2), (PARAMS, X, train)
+
+    found = jc.plan_step(make_step, budget="160MiB", progress=lambda line: None)
+    assert found.peak_bytes <= 160 * MIB
+
+
 # The block's layers can store 0 (with the host's help), 14.125, 55.625, 64.375, ...,
 # 231.625, 240.125, 278.625, ... and 416.125 MiB, the more the faster, beside 41 MiB of
 # arguments.

@@ -62,6 +62,7 @@ def test_the_defaults_are_the_papers():
         (["--rank", "64"], "rank must not be above the layer's input width 32, got 64"),
         (["--checkpoint", "int5"], "argument --checkpoint: invalid choice: 'int5'"),
         (["--checkpoint", "int4", "--plan", "p.json"], "a plan exclude each other"),
+        (["--method", "remat", "--plan", "p.json"], "--method remat and a plan excl"),
         (["--plan", "nowhere.json"], "--plan nowhere.json: "),
     ],
 )

@@ -160,6 +160,10 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
             "--plan-plot must be in a folder that is there, got no/such.png",
         ),
         (["--memory-budget", "1GiB", "--checkpoint", "int4"], "a plan exclude each"),
+        (
+            ["--memory-budget", "1GiB", "--method", "exact,remat"],
+            "--method remat and a plan exclude each other",
+        ),
         (["--memory-budget", "1 ton"], "budget must be bytes"),
         (["--memory-budget", "1000GiB"], "budget must be within the 140.40 GiB"),
     ],
