@@ -38,6 +38,13 @@ def decides(
     return rounded and (not is_inexact(aval) or op.kind in _ROUNDS)
 
 
+# Exact of whole numbers, however XLA joins them.
+EXACT = LAYOUT | frozenset(
+    """add and clamp convert_element_type eq ge gt le lt max min ne neg not or
+    sub""".split()
+)
+
+
 def in_a_cell(
     op: Op, graph: Graph, readers: Readers, data: Collection[int]
 ) -> int | None:

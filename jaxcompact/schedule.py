@@ -73,11 +73,14 @@ class Schedule:
         pairs = zip(graph.inputs, inputs, strict=True)
         self.later = {v: x for v, x in pairs if isinstance(x, Later)}
         self.light = {v for v, x in self.later.items() if x.light}
+        self.made_of = {v: {v} for v in self.later}  # of light ones: which `Later`
         for op in ops:
             fused = op.kind in ELEMENTWISE or renames(op)
             if fused and self.chain.isdisjoint(op.outs):
                 if not self.light.isdisjoint(op.reads):
                     self.light.update(op.outs)
+                    of = [self.made_of[v] for v in op.reads if v in self.made_of]
+                    self.made_of |= dict.fromkeys(op.outs, set().union(*of))
         self.final = {v for v in graph.outputs if not isinstance(v, Literal)}
         for op in reversed(ops):
             same = renames(op) or op.kind == "convert_element_type"
@@ -89,6 +92,7 @@ class Schedule:
         self.stages: dict[int, int] = {}  # in which stage a value was made
         self.waited: dict[int, int] = {}  # the latest stage that its making waits for
         self.before: list[int] = []  # what the last expensive operation made
+        self.held: dict[int, list[Any]] = {}  # leaves of a `Later` that waits for it
         self.products: list[int] = []
 
     def run(self) -> list[Any]:
@@ -99,12 +103,15 @@ class Schedule:
 
     def _rule(self, op: Op, _: list[Any], env: dict[int, Any]) -> list[Any]:
         self.now = self.number[op]
+        if self._reads_last(op):
+            self._hold(env)
         for value in op.reads:
             self._prepare(value, env, op)
         if self.chain.isdisjoint(op.outs):
             return self._again(op, env)
         outs = op.bind(*(read(env, v) for v in op.ins))
         if expensive(op):
+            self.held.clear()
             self.stage += 1
             self.before = self._read_later(op.outs) or self.before
         if op not in self.source:
@@ -188,15 +195,34 @@ class Schedule:
         return [v for v in waited if self.last[v] >= self.now]
 
     def _decode(self, value: int, env: dict[int, Any], reader: Op | None) -> None:
-        later, after = self.later[value], self._after(reader)
-        leaves = list(later.leaves)
-        here = [i for i, leaf in enumerate(leaves) if not on_host(leaf)]
-        if after and here:
+        leaves = self.held.get(value, self.later[value].leaves)
+        if after := self._after(reader):
+            leaves = self._waiting(value, after, env)
+        env[value] = self.later[value].make(leaves)
+        self.stages[value] = self.waited[value] = self.stage
+
+    def _waiting(self, value: int, after: list[int], env: dict[int, Any]) -> list[Any]:
+        leaves = list(self.later[value].leaves)
+        if here := [i for i, leaf in enumerate(leaves) if not on_host(leaf)]:
             # One leaf is enough; the others stay slices of what a loop has stacked.
             k = min(here, key=lambda i: leaves[i].nbytes)
             leaves[k] = _tied_to(leaves[k], after, env)
-        env[value] = later.make(leaves)
-        self.stages[value] = self.waited[value] = self.stage
+        return leaves
+
+    def _reads_last(self, op: Op) -> bool:
+        """Whether nothing behind it reads what the last expensive operation made."""
+        now = [v for v in self.before if self.last[v] >= self.now]
+        return bool(now) and all(self.last[v] == self.now for v in now)
+
+    def _hold(self, env: dict[int, Any]) -> None:
+        """What is decoded up to the next expensive operation waits for the last one."""
+        after = self._after(None)
+        for op in self.ordered.ops[self.now + 1 :] if after else ():
+            if expensive(op):
+                return
+            values = {v for u in op.reads for v in self.made_of.get(u, ())}
+            for value in sorted(values - self.held.keys()):
+                self.held[value] = self._waiting(value, after, env)
 
 
 def _tied_to(x: Any, values: list[int], env: dict[int, Any]) -> Any:

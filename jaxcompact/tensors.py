@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcompact.correlations import find_correlations
-from jaxcompact.decisions import decides, find_searched, in_a_cell, limit
+from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell, limit
 from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
     find_angles,
@@ -82,6 +82,7 @@ class Tensors:
         self.graph, self.known, self.statistics = graph, known, statistics
         self.found: dict[int, Tensor] = {}
         self.functions: dict[int, Function] = {}
+        self.cells: set[int] = set()  # rounded numbers, and what is made of these alone
         self.readers: dict[int, list[Op]] = defaultdict(list)
         self.expensive: set[Op] = set()
         self.fixed = graph.independent_of(inputs)
@@ -174,6 +175,10 @@ class Tensors:
                 }
             elif (whole := in_a_cell(op, graph, self.readers, self.data)) is not None:
                 self._add_rounded(whole)
+                self.cells.add(value)
+                continue
+            elif op.kind in EXACT and self._is_of_cells(op):
+                self.cells.add(value)  # made again of what is kept whole
                 continue
             elif decides(op, value, graph, self.readers, self.data):
                 fields = {"discrete": discrete}
@@ -184,6 +189,10 @@ class Tensors:
             mask = aval.dtype == bool and op not in self.expensive
             kind = "mask" if mask else "op"
             self._add(value, name=name, kind=kind, where=op.where, **fields)
+
+    def _is_of_cells(self, op: Op) -> bool:
+        of = self.data.union(self.cells).intersection(op.reads)
+        return bool(of) and of <= self.cells
 
     def _add_rounded(self, value: int) -> None:
         """A number that is kept as it is: both parts of it are read."""

@@ -100,6 +100,26 @@ def test_the_gradient_follows_the_forwards_decisions(decide):
         assert errors(lambda w, x: decide(x @ w), W, x) < ULPS
 
 
+def test_corners_of_a_cell_are_made_again_of_the_place():
+    """Places are whole: indices and what is inside need not be stored as well."""
+    table = normal(5, 64)
+
+    def interpolated(w, x):
+        place = 32.0 + 8.0 * (x @ w)
+        corner = jnp.floor(place)
+        near = place - corner
+
+        def read(i):
+            inside = (i >= 8.0) & (i < 56.0)
+            return jnp.where(inside, table[jnp.clip(i.astype(jnp.int32), 0, 63)], 0)
+
+        return read(corner) * (1.0 - near) + read(corner + 1.0) * near
+
+    assert errors(interpolated, W, X) < ULPS
+    said = jc.explain(interpolated, W, X, policy=COARSE, params=0)
+    assert {row.dtype for row in said.rows if row.stored} == {"float32"}
+
+
 @pytest.mark.parametrize(
     "decide",
     [

@@ -56,9 +56,16 @@ def made_of(eqns, i):
     return found
 
 
-def test_arithmetic_is_done_again_after_a_product():
+def doubled(w, x):
+    """What a product gives the gradient is read once, before the hidden values are."""
+    a = x @ w[0]
+    return (2 * (jnp.tanh(a) * a)) @ w[1]
+
+
+@pytest.mark.parametrize("fun", [gated, doubled])
+def test_arithmetic_is_done_again_after_a_product(fun):
     """Kept meanwhile, the decoded tensor would be alive beside the product."""
-    eqns = backward(gated, jc.policies.uniform(INT4))
+    eqns = backward(fun, jc.policies.uniform(INT4))
     weights, hidden, _ = places(eqns, "dot_general")
     first, second = places(eqns, "_decode")
     assert first < weights < hidden < second
