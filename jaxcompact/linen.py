@@ -1,7 +1,7 @@
 """Flax Linen: a drop-in `Dense`, and `checkpoint` for modules."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ def checkpoint(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     prevent_cse: bool = True,
-    methods: Any = None,
+    methods: Collection[str] | None = None,
 ) -> Any:
     """`flax.linen.remat`, which can also encode what it saves.
 
@@ -69,6 +69,12 @@ def checkpoint(
     counts as argument 0 of ``static_argnums``. Arrays among the arguments may be
     encoded; variables never are. `jaxcompact.explain` takes the plain module, as
     ``lambda v, x: Block().apply(v, x)`` with ``params=0``. See `jaxcompact.checkpoint`.
+
+    Modules of such a class that have no name are called ``CheckpointBlock_0``, as with
+    `flax.linen.remat`: name them to load parameters that were trained without it.
+
+    Raises ValueError for a target that is neither, and for ``methods`` that the class
+    does not have; by default ``__call__`` alone is checkpointed.
 
     >>> import jax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -88,6 +94,10 @@ def checkpoint(
 
     if module:
         methods = ("__call__",) if methods is None else methods
+        if isinstance(methods, str) or not all(hasattr(of, name) for name in methods):
+            raise ValueError(
+                f"methods must be names of methods of {of.__name__}, got {methods!r}"
+            )
         methods = {name: {"called": getattr(of, name)} for name in methods}
 
     # Its name is part of those of the submodules it makes, as in `nn.remat`.

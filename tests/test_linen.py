@@ -166,3 +166,31 @@ def test_checkpoint_names_the_module_and_its_arguments():
         grad(method="plain")
     with pytest.raises(TypeError, match="mask must be an array.* got 'all'"):
         grad("all")
+
+
+def test_which_methods_are_checkpointed():
+    for methods in ("__call__", ["nope"]):
+        with pytest.raises(ValueError, match="methods must be names of methods of De"):
+            clinen.checkpoint(nn.Dense, policy=jc.policies.int4(), methods=methods)
+
+
+def test_modules_are_named_as_by_remat():
+    """And those that have a name keep it, and their parameters."""
+
+    class Net(nn.Module):
+        layer: type
+        name_of: str | None
+
+        @nn.compact
+        def __call__(self, x):
+            return self.layer(16, name=self.name_of)(x)
+
+    small = clinen.checkpoint(nn.Dense, policy=jc.policies.int4())
+
+    def parameters(layer, name=None):
+        return Net(layer, name).init(jax.random.key(0), X)["params"]
+
+    assert parameters(small).keys() == parameters(nn.remat(nn.Dense)).keys()
+    assert parameters(small).keys() == {"CheckpointDense_0"}
+    named, plain = parameters(small, "up"), parameters(nn.Dense, "up")
+    jax.tree.map(np.testing.assert_array_equal, named, plain)
