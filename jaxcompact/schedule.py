@@ -220,9 +220,12 @@ class Schedule:
         for op in self.ordered.ops[self.now + 1 :] if after else ():
             if expensive(op):
                 return
+            if _keeps(self.reader.get(op, op)):  # for which it waits
+                continue
             values = {v for u in op.reads for v in self.made_of.get(u, ())}
             for value in sorted(values - self.held.keys()):
-                self.held[value] = self._waiting(value, after, env)
+                if self.stages.get(value) != self.stage:
+                    self.held[value] = self._waiting(value, after, env)
 
 
 def _tied_to(x: Any, values: list[int], env: dict[int, Any]) -> Any:
