@@ -102,9 +102,10 @@ def _multiplied(
             if not written and v not in same:
                 continue
             span = span_of(v, spans)
-            if not written and graph.avals[narrow(v, made_by)].size > 1:
-                found |= {op} if span is None or _is_fast(op, span) else set()
-            elif span:
+            array = not written and graph.avals[narrow(v, made_by)].size > 1
+            if array and (span is None or _is_fast(op, span)):
+                found.add(op)
+            if span and not array:
                 for value in op.reads:
                     numbers[value][op] = span
     for each in numbers.values():

@@ -191,8 +191,8 @@ class Tensors:
             self._add(value, name=name, kind=kind, where=op.where, **fields)
 
     def _is_of_cells(self, op: Op) -> bool:
-        of = self.data.union(self.cells).intersection(op.reads)
-        return bool(of) and of <= self.cells
+        of = [v for v in op.reads if v in self.data or v in self.cells]
+        return bool(of) and self.cells.issuperset(of)
 
     def _add_rounded(self, value: int) -> None:
         """A number that is kept as it is: both parts of it are read."""

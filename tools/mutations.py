@@ -29,6 +29,34 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "what is decoded behind arithmetic is decoded early",
+        "jaxcompact/schedule.py",
+        "if self._reads_last(op):",
+        "if False:",
+        "tests/test_schedule.py::test_arithmetic_is_done_again_after_a_product",
+    ),
+    Mutation(
+        "octaves that are written one after another are rounded",
+        "jaxcompact/phases.py",
+        "if len({*each.values()}) > 1:",
+        "if not each:",
+        "tests/test_phases.py::test_gradients_are_near",
+    ),
+    Mutation(
+        "groups are shorter than they need to be",
+        "jaxcompact/codecs/quantized.py",
+        "return -(-size // group) * (group * self.bits + levels)",
+        "return -(-size // group) * group",
+        "tests/codecs/test_quantized.py::test_rows_are_in_groups_that_take_the_least",
+    ),
+    Mutation(
+        "a block's smallest plan is any of its size",
+        "jaxcompact/planner/milp.py",
+        "return solve(problem, nbytes=solution.nbytes, noise=noise) or solution",
+        "return solution",
+        "tests/planner/test_milp.py::test_it_is_the_best_of_all_choices",
+    ),
+    Mutation(
         "Mamba's input is stored as dt, B and C are",
         "jaxcompact/tensors.py",
         "if 0 < 2 * entries <= self.graph.avals[value].size:",
