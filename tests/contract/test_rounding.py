@@ -115,13 +115,13 @@ def test_seeds_and_data_give_other_bytes(case):
     assert (np.asarray(case.codec.encode(x, 2**32 + 1).codes) == codes[2]).all()
 
 
-SEEDS = 1024
+SEEDS = 2048
 
 
 @stochastic
 def test_stochastic_codecs_are_unbiased(case):
-    """Row 4: the mean over K seeds is within 4 half steps / sqrt(K) of each entry, at
-    least 4 standard deviations: 1 in 16000 for the worst entry."""
+    """Row 4: the mean over K seeds is within 5 half steps / sqrt(K) of each entry, at
+    least 5 standard deviations: one of the 560 is beyond in 1 of 3000 draws at most."""
     x = case.data((8, 70))
     decode = jax.jit(
         jax.vmap(lambda seed: case.codec.decode(case.codec.encode(x, seed)))
@@ -129,7 +129,7 @@ def test_stochastic_codecs_are_unbiased(case):
     decoded = np.asarray(decode(jnp.arange(SEEDS, dtype=jnp.uint32)), np.float64)
     exact_x = np.asarray(x, np.float64)
     step = quantized_bound(case.codec, exact_x)
-    assert (abs(decoded.mean(axis=0) - exact_x) <= 4 * step / 2 / SEEDS**0.5).all()
+    assert (abs(decoded.mean(axis=0) - exact_x) <= 5 * step / 2 / SEEDS**0.5).all()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
