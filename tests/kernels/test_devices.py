@@ -150,7 +150,7 @@ def test_gradients_of_a_checkpointed_scan(parts):
     """Data-parallel: sums over devices are in another order. XLA decodes what is
     stored beside each of its readers; a kernel would write it for them.
     """
-    policy = jc.policies.uniform(jc.Quantized(4, 32))  # activate takes no groups of 32
+    policy = jc.policies.uniform(jc.Quantized(4, 32))  # XLA could not split activate
     block = jc.checkpoint(lambda x, w: jnp.tanh(x @ w[0]) @ w[1], policy=policy)
 
     def loss(weights, x):
