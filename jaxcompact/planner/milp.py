@@ -57,7 +57,7 @@ def solve(
     layers: int | None = None,
     smallest: bool = False,
 ) -> Solution | None:
-    """The fastest within ``nbytes`` and ``noise``, or of the smallest; None if none is.
+    """The fastest within ``nbytes`` and ``noise``, or the smallest; None if none is.
 
     ``nbytes`` are stored by one layer; with ``layers`` all that is there of so many.
     """
@@ -135,6 +135,7 @@ def solve(
         program.row(error, -np.inf, noise - problem.noise)
     if smallest:
         cost = {k: float(v) for k, v in size.items()}
+        cost |= {k: v for k, v in time.items() if k not in size}
     else:
         total = sum(size.values()) or 1
         cost = {k: v * 1e6 + _TIE * size.get(k, 0) / total for k, v in time.items()}
@@ -146,15 +147,12 @@ def solve(
         taken = (k for k in range(len(item.options)) if found[stored[item.source, k]])
         k = next(taken, None)
         chosen.append(None if k is None else item.options[k])
-    solution = Solution(
+    return Solution(
         tuple(chosen),
         sum(seconds for k, seconds in time.items() if found[k]),
         sum(option.nbytes for option in chosen if option),
         problem.noise + sum(error[k] for k in error if found[k]),
     )
-    if not smallest:
-        return solution
-    return solve(problem, nbytes=solution.nbytes, noise=noise) or solution
 
 
 def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:
@@ -166,6 +164,7 @@ def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:
     fast, slow = (solve(problem, noise=noise, smallest=s) for s in (False, True))
     if slow is None:
         return []
+    slow = solve(problem, nbytes=slow.nbytes, noise=noise) or slow
     gaps = [(fast, slow, slow.nbytes)]  # and the size above which others may lie
 
     def hidden(gap: tuple[Solution, Solution, float]) -> float:
