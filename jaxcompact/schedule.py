@@ -103,7 +103,7 @@ class Schedule:
 
     def _rule(self, op: Op, _: list[Any], env: dict[int, Any]) -> list[Any]:
         self.now = self.number[op]
-        if self._reads_last(op):
+        if not expensive(op) and self._reads_last(op):
             self._hold(env)
         for value in op.reads:
             self._prepare(value, env, op)

@@ -1,9 +1,14 @@
-"""Arguments of a user's function: arrays, and what a jitted one may take as static."""
+"""Arguments: counts; of a user's function arrays, and what may be static."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+
+
+def require_positive(name: str, count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a positive int, got {count!r}")
 
 
 def is_array(leaf: Any) -> bool:

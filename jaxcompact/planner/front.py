@@ -13,8 +13,9 @@ from jax import checkpoint_policies as saves
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of, on_host
 from jaxcompact.memory.cards import Device, find_device, here
+from jaxcompact.planner.arguments import require_positive
 from jaxcompact.planner.effects import Sensitivity
-from jaxcompact.planner.layers import layers_of, require_positive
+from jaxcompact.planner.layers import layers_of
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host

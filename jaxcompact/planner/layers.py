@@ -33,11 +33,6 @@ def layers_of(
     return _runs(jax.make_jaxpr(of_arrays(step, args))(arrays_of(args)).jaxpr).held
 
 
-def require_positive(name: str, count: Any) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name} must be a positive int, got {count!r}")
-
-
 def _runs(jaxpr: Any) -> _Runs:
     forward = backward = held = 0
     for eqn in jaxpr.eqns:

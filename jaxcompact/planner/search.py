@@ -17,10 +17,10 @@ from jaxcompact.memory.cards import find_device, here, present
 from jaxcompact.memory.functions import require_function
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.memory.search import parse_bytes, saying
-from jaxcompact.planner.arguments import arrays_of
+from jaxcompact.planner.arguments import arrays_of, require_positive
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.effects import Sensitivity
-from jaxcompact.planner.layers import layers_of, require_positive
+from jaxcompact.planner.layers import layers_of
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import CODECS, Problem, named, problem_of

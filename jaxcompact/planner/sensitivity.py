@@ -16,7 +16,7 @@ from jaxcompact import policies
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import graph_of, made_of
 from jaxcompact.paths import leaves_with_path, path_name
-from jaxcompact.planner.arguments import arrays_of, of_arrays
+from jaxcompact.planner.arguments import arrays_of, of_arrays, require_positive
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
 from jaxcompact.planner.probing import Probing, Under
@@ -105,8 +105,7 @@ def measuring(
 
     What is no array among these is meant in all others too.
     """
-    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 1:
-        raise ValueError(f"probes must be a positive int, got {probes!r}")
+    require_positive("probes", probes)
     if isinstance(policy, type) or not hasattr(policy, "decide"):
         raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
     require_codecs(codecs)
