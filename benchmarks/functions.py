@@ -123,6 +123,27 @@ def linear_attention() -> Built:
     return lambda wrap: wrap(layer), params, ({}, S((8, 1024, width), BF16))
 
 
+def state_space() -> Built:
+    """S4D: 512 channels of 16 complex modes that a scan carries, 8 x 1,024 tokens."""
+    width, modes = 512, 16
+    params = {name: S((width, modes), jnp.float32) for name in ("size", "angle")}
+    params |= {"out": S((width, modes), jnp.complex64)}
+    params |= {"w": S((width, width), jnp.float32)}
+
+    def layer(params, _, x_btd):
+        decay_dn = jnp.exp(jax.lax.complex(-jnp.exp(params["size"]), params["angle"]))
+
+        def step(state_bdn, x_bd):
+            state_bdn = decay_dn * state_bdn + x_bd[..., None]
+            return state_bdn, jnp.sum(params["out"] * state_bdn, axis=-1).real
+
+        start_bdn = jnp.zeros((*x_btd.shape[::2], modes), jnp.complex64)
+        _, y_tbd = jax.lax.scan(step, start_bdn, x_btd.swapaxes(0, 1))
+        return jax.nn.gelu(y_tbd) @ params["w"]
+
+    return lambda wrap: wrap(layer), params, ({}, S((8, 1024, width), jnp.float32))
+
+
 def fourier() -> Built:
     """A Fourier neural operator: 4 layers, 64 channels, 12 x 12 modes, 32 x 128^2."""
     width, modes = 64, 12
@@ -151,6 +172,7 @@ FUNCTIONS = {
     "LoRA, LLaMA-350M's layers": lora,
     "LSTM": lstm,
     "linear attention": linear_attention,
+    "S4D": state_space,
     "Fourier neural operator": fourier,
 }
 

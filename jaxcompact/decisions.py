@@ -34,7 +34,7 @@ def decides(
     aval = graph.avals[value]
     if aval.dtype == bool:
         return not all(_is_mask(r, graph) for r in readers[value])
-    rounded = any(v in data and is_float(graph.avals[v]) for v in op.reads)
+    rounded = any(v in data and is_inexact(graph.avals[v]) for v in op.reads)
     return rounded and (not is_inexact(aval) or op.kind in _ROUNDS)
 
 
@@ -117,7 +117,7 @@ def find_searched(
         searched = op.kind not in _ORDERS and not hat
         if searched and op.kind in cheap:
             continue
-        if searched and all(is_float(graph.avals[v]) for v in op.outs):
+        if searched and all(is_inexact(graph.avals[v]) for v in op.outs):
             continue
         if not any(map(known, op.reads)):
             continue
@@ -134,7 +134,7 @@ def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
 
     As they are or after operations on each entry.
     """
-    origins = {v: {v} for v in residuals if is_float(rule.avals[v])}
+    origins = {v: {v} for v in residuals if is_inexact(rule.avals[v])}
     found: set[int] = set()
     for op in rule.ops:
         of_op = set().union(*(origins.get(v, ()) for v in op.reads))

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 
-from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.graph import Graph, Op, is_inexact
 from jaxcompact.kinds import ADDITIONS
 
 _MOST = 4  # tensors that one of their size is made again of
@@ -42,6 +42,6 @@ def _is_read(op: Op, value: int, graph: Graph, readers: Mapping[int, list[Op]]) 
     """Whether it is an addition that others than additions read."""
     return (
         op.kind in ADDITIONS
-        and is_float(graph.avals[value])
+        and is_inexact(graph.avals[value])
         and any(reader.kind not in ADDITIONS for reader in readers[value])
     )

@@ -22,7 +22,7 @@ class Row:
     Attributes:
         name: as the patterns of a `Policy` see it.
         kind: as of a `Tensor`, or "parameter".
-        shape: its shape; of one pass through a loop's body.
+        shape: as of a `Tensor`; of one pass through a loop's body.
         dtype: name of its dtype.
         where: the line that makes it.
         action: what is done with it, as it is written in a policy; "keep" for an input

@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, get_args
 
-import jax.numpy as jnp
-
 from jaxcompact.codecs import BitMask, Codec, Narrow, Offload, Quantized
 from jaxcompact.tensor import Tensor
 
@@ -294,6 +292,4 @@ class Compress:
             return BitMask(), "one bit an entry"
         if tensor.kind == "op" and tensor.limit is not None:
             return Narrow(tensor.limit), f"integers below {tensor.limit}"
-        if jnp.issubdtype(tensor.dtype, jnp.complexfloating):
-            return Save(), "complex numbers stay exact"
         return Save(), "integers stay exact"

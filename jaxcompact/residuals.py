@@ -50,11 +50,10 @@ def _residual(
         return replace(tensors.found[value], **special)
     largest = max(recording.graph.avals[v].size for v in op.reads)
     out = tensors.found.get(op.outs[0])  # of a loop a part may be stored
-    tensor = Tensor(
+    tensor = Tensor.of(
+        aval,
         name=f"{op.name}.residual{source.k}",
         kind="residual",
-        shape=aval.shape,
-        dtype=aval.dtype,
         where=op.where,
         statistic=16 * aval.size <= largest,
         fused=out and out.fused,
@@ -66,11 +65,10 @@ def _residual(
 
 def _choice(recording: Recording, source: Choice) -> Tensor:
     aval, op = recording.avals[source], source.op
-    return Tensor(
+    return Tensor.of(
+        aval,
         name=f"{op.name}.choice",
         kind="choice",
-        shape=aval.shape,
-        dtype=aval.dtype,
         where=op.where,
         discrete=True,
         limit=choices(op),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxcompact.decisions import decided
-from jaxcompact.graph import graph_of, is_float, read
+from jaxcompact.graph import graph_of, is_inexact, read
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 
@@ -36,7 +36,7 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
         if each and known.keys() >= {*op.reads}:
             values = [read(known, v) for v in op.ins]
             known.update(zip(op.outs, op.bind(*values), strict=True))
-            of = any(is_float(graph.avals[v]) or v in masks for v in op.reads)
+            of = any(is_inexact(graph.avals[v]) or v in masks for v in op.reads)
             out, *others = op.outs
             if of and graph.avals[out].dtype == bool and not others:
                 masks[out] = known[out]

@@ -16,6 +16,7 @@ from jaxcompact.graph import graph_of, on_host
 from jaxcompact.kernels import choice
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
 from jaxcompact.policy import Save
+from jaxcompact.reals import as_reals, from_reals, is_complex
 from jaxcompact.replay import Replay, Slot
 from jaxcompact.schedule import Later
 
@@ -63,7 +64,9 @@ class Store:
         """
         every = range(len(self.leaves))
         with _its_mesh(self.aval):
-            kernel = type(self.codec) is Quantized and self.codec.quantizes(self.aval)
+            kernel = type(self.codec) is Quantized and self.codec.quantizes(
+                jax.eval_shape(as_reals, self.aval)
+            )
         return [min(every, key=lambda i: self.leaves[i].size)] if kernel else every
 
     def later(self, leaves: list[jax.Array]) -> Any:
@@ -81,7 +84,8 @@ class Store:
         x = jax.tree.unflatten(self.tree, leaves)
         if self.codec is None:
             return x
-        x, sharding = _decode(self.codec, x).astype(self.aval.dtype), self.aval.sharding
+        x, sharding = _decode(self.codec, x), self.aval.sharding
+        x = from_reals(x) if is_complex(self.aval) else x.astype(self.aval.dtype)
         # Groups that lie on several devices are gathered.
         same = jax.typeof(x).sharding.spec == sharding.spec
         return x if same else jax.sharding.reshard(x, sharding)
@@ -98,6 +102,7 @@ def _its_mesh(aval: Any) -> AbstractContextManager:
 # Layers after the first find these traced.
 @partial(jax.jit, static_argnums=(0, 1))
 def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
+    x = as_reals(x)
     if not codec.supports(x.dtype):  # a slope of zeros and ones
         x = x != 0
     return codec.encode(x, seed)

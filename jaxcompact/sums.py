@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, is_float
+from jaxcompact.graph import Graph, Op, Value, is_inexact
 from jaxcompact.kinds import ADDITIONS, BLOCKS
 
 _SUMS = ADDITIONS | {"convert_element_type", "neg"}
@@ -42,7 +42,7 @@ def find_sums(
     """
     # What no float is given for has no cotangent, whatever is differentiated.
     still = {*graph.constants}
-    still.update(v for v in graph.inputs if not is_float(graph.avals[v]))
+    still.update(v for v in graph.inputs if not is_inexact(graph.avals[v]))
     zeros: set[int] = set()
     sums: dict[int, _Sum] = {}
 
@@ -113,7 +113,7 @@ def _is_linear(
 ) -> bool:
     """Whether it makes one array, a sum of multiples of those that move."""
     avals = [graph.avals[v] for v in (*moving, *op.outs)]
-    if any(a.shape != avals[0].shape or not is_float(a) for a in avals):
+    if any(a.shape != avals[0].shape or not is_inexact(a) for a in avals):
         return False
 
     def constant(value: Value) -> bool:

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax.numpy as jnp
+
+from jaxcompact.reals import reals_of
 
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
@@ -20,8 +22,9 @@ class Tensor:
             ``"residual"`` that a `jax.custom_vjp` op or a loop keeps; ``"mask"``,
             booleans; ``"choice"``, which entries a max, a sort, a pooling took;
             ``"function"``, an elementwise nonlinear function of one tensor.
-        shape: its shape.
-        dtype: its dtype.
+        shape: its shape; of complex numbers, which are stored as real ones, after a
+            first axis of 2, their parts.
+        dtype: its dtype; of complex numbers that of their parts.
         where: the line that made it, ``"mlp.py:41"``.
         frozen: an input that is not differentiated: data, a mask, a table. Kept by
             reference it takes no memory while its owner lives.
@@ -75,6 +78,12 @@ class Tensor:
     normed: bool = False
     step: bool = False
     statistic: bool = False
+
+    @classmethod
+    def of(cls, aval: Any, **fields: Any) -> Self:
+        """With the shape and dtype that an array's description gives."""
+        shape, dtype = reals_of(aval)
+        return cls(shape=shape, dtype=dtype, **fields)
 
     @property
     def size(self) -> int:

@@ -24,7 +24,7 @@ from jaxcompact.differences import (
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op, is_float, is_inexact
+from jaxcompact.graph import Graph, Op, is_inexact
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -36,6 +36,7 @@ from jaxcompact.kinds import (
 from jaxcompact.loops import exact_outputs
 from jaxcompact.parts import find_parts, find_slices
 from jaxcompact.phases import find_phases
+from jaxcompact.reals import reals_of
 from jaxcompact.scores import (
     find_attention,
     find_tables,
@@ -86,7 +87,7 @@ class Tensors:
         self.readers: dict[int, list[Op]] = defaultdict(list)
         self.expensive: set[Op] = set()
         self.fixed = graph.independent_of(inputs)
-        self.data = {v for v in inputs if is_float(graph.avals[v])}
+        self.data = {v for v in inputs if is_inexact(graph.avals[v])}
         for op in graph.ops:
             for value in set(op.reads):
                 self.readers[value].append(op)
@@ -95,8 +96,8 @@ class Tensors:
             made = op in self.expensive and not self._counts(op)
             encoded = op.kind == "name" or made
             for value in op.outs if self.fixed.isdisjoint(op.outs) else ():
-                floating = encoded and is_float(graph.avals[value])
-                if floating or not self.data.isdisjoint(op.reads):
+                inexact = encoded and is_inexact(graph.avals[value])
+                if inexact or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
         given = given_by(graph, moving)
@@ -136,9 +137,12 @@ class Tensors:
         for value in stored:
             tensor, op = self.found[value], made_by.get(value)
             kind = op.kind if op else None
+            scores = attention.scores.get(value)
+            if scores is not None:  # after the axis of a complex number's parts
+                scores += len(tensor.shape) - graph.avals[value].ndim
             self.found[value] = replace(
                 tensor,
-                scores=attention.scores.get(value),
+                scores=scores,
                 fused=attention.fused.get(value),
                 exponent=value in exponents,
                 enlarged=value in enlarged,
@@ -154,13 +158,12 @@ class Tensors:
     def _add(self, value: int, **fields: Any) -> None:
         aval = self.graph.avals[value]
         if value not in self.fixed and hasattr(aval, "shape"):
-            self.found[value] = Tensor(shape=aval.shape, dtype=aval.dtype, **fields)
+            self.found[value] = Tensor.of(aval, **fields)
 
     def _add_outputs(self, op: Op) -> None:
         graph, discrete = self.graph, not self.data.isdisjoint(op.reads)
         for i, value in enumerate(op.outs):
             aval = graph.avals[value]
-            floating = is_float(aval)
             name = op.name if len(op.outs) == 1 else f"{op.name}.{i}"
             if op in self.expensive:
                 # Its choice is stored, by which what it read is gathered.
@@ -170,7 +173,7 @@ class Tensors:
                     "discrete": discrete and not is_inexact(aval),
                     "limit": limit(op, i, graph),
                     "terms": self._terms(op),
-                    "cheap": floating and again,
+                    "cheap": is_inexact(aval) and again,
                     "divisor": op in self.solving,
                 }
             elif (whole := in_a_cell(op, graph, self.readers, self.data)) is not None:
@@ -210,7 +213,7 @@ class Tensors:
             op.kind in REDUCTIONS
             and small
             and value in self.data
-            and is_float(avals[value])
+            and is_inexact(avals[value])
         )
 
     def _counts(self, op: Op) -> bool:
@@ -234,7 +237,7 @@ class Tensors:
                 if value in self.found:
                     self.found[value] = replace(self.found[value], name=name)
                 else:
-                    discrete = value in self.data and not is_float(
+                    discrete = value in self.data and not is_inexact(
                         self.graph.avals[value]
                     )
                     self._add(
@@ -296,9 +299,8 @@ class Tensors:
     def _put(self, tensor: Tensor, part: int) -> None:
         """In place of a tensor a part of it, which keeps a name of its own."""
         aval, name = self.graph.avals[part], self.found.get(part, tensor).name
-        self.found[part] = replace(
-            tensor, name=name, shape=aval.shape, dtype=aval.dtype
-        )
+        shape, dtype = reals_of(aval)
+        self.found[part] = replace(tensor, name=name, shape=shape, dtype=dtype)
 
     def _cut_chains(self) -> None:
         """A residual stream, where what is added to it is read otherwise as well."""

@@ -206,7 +206,6 @@ def test_a_policy_of_ones_own():
         ),
         # what is no number keeps its value
         ({"dtype": jnp.dtype("int32")}, jc.policies.int4(), jc.Save()),
-        ({"dtype": jnp.dtype("complex64")}, jc.policies.int4(), jc.Save()),
         ({"dtype": jnp.dtype("int32"), "limit": 9}, Compress(Q4), jc.Narrow(9)),
         ({"dtype": jnp.dtype(bool), "kind": "input"}, Compress(Q4), jc.BitMask()),
         (

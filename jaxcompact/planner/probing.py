@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxcompact.codecs import Codec
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
+from jaxcompact.reals import as_reals
 from jaxcompact.tensor import Tensor
 
 
@@ -66,6 +67,9 @@ def _probed(codecs: tuple[Codec, ...], x: jax.Array, probe: jax.Array) -> jax.Ar
 
 
 def _probed_backward(codecs, x, ct):
+    # Of a complex x the cotangent times a change has the loss's as its real part.
+    x, ct = as_reals(x), as_reals(ct.conj())
+
     def moved(codec):
         decoded = codec.decode(codec.encode(x)).astype(jnp.float32)
         each = (decoded - x.astype(jnp.float32)) * ct.astype(jnp.float32)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import jax
+
 from jaxcompact import policies
 from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
@@ -16,6 +18,7 @@ from jaxcompact.planner.effects import Sensitivity, is_real, noise, require_code
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
 from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
+from jaxcompact.reals import reals_of
 from jaxcompact.replay import Replay
 from jaxcompact.sources import Residual, Source
 from jaxcompact.tensor import Tensor
@@ -208,8 +211,9 @@ def _item(
     if not isinstance(source, int | Residual) or source in replay.keep:
         return None
     again = tensor.kind != "input"
-    aval = replay.graph.avals[source] if isinstance(source, int) else None
-    shape = part(replay.recording.avals[source] if aval is None else aval)
+    avals = replay.graph.avals if isinstance(source, int) else replay.recording.avals
+    aval = avals[source]
+    shape, _ = reals_of(jax.ShapeDtypeStruct(part(aval), aval.dtype))
     option = partial(_option, tensor=tensor, shape=shape, card=card, found=found)
     if tensor.frozen or tensor.discrete:
         return None

@@ -21,6 +21,7 @@ from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
 from jaxcompact.planner.probing import Probing, Under
 from jaxcompact.policy import Action, ChoosesActions, Policy
+from jaxcompact.reals import as_reals
 from jaxcompact.sources import Residual
 from jaxcompact.tensor import Tensor
 
@@ -172,7 +173,7 @@ def _prepared(
         keys = jax.random.split(signs, len(grads))
         moved = squared = 0.0
         for k, g in zip(keys, grads, strict=True):
-            g = g.astype(jnp.float32)
+            g = as_reals(g).astype(jnp.float32)
             moved += jnp.sum(g * jax.random.rademacher(k, g.shape, jnp.float32))
             squared += jnp.sum(g * g)
         return moved, squared
@@ -185,7 +186,7 @@ def _prepared(
             jax.tree.leaves(gradient(p, leaves)) for p in (Policy(), policy)
         )
         squares = [
-            [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (a - b, a)]
+            [jnp.sum(jnp.square(as_reals(x).astype(jnp.float32))) for x in (a - b, a)]
             for a, b in zip(exact, found, strict=True)
         ]
         difference, whole = map(sum, zip(*squares, strict=True))

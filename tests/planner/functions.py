@@ -73,7 +73,7 @@ ARGS = (of(3, N, N), of(4096, N))
 CODECS = jc.Quantized(8), jc.Quantized(4)
 
 
-def asked(fun, codecs=CODECS):
+def asked(fun, codecs=CODECS, args=ARGS):
     trace = TRACERS[jc.checkpoint(fun, policy=Noting(BASE, statistics=True), params=0)]
-    traced, _ = trace(ARGS, {})
+    traced, _ = trace(args, {})
     return problem(traced.plan((True, True)), BASE, codecs, CARD)

@@ -33,6 +33,17 @@ def test_what_runs_again_is_what_the_program_runs(name):
         )
 
 
+def test_complex_tensors_are_as_large_as_their_parts():
+    args = tuple(jax.ShapeDtypeStruct(a.shape, jnp.complex64) for a in ARGS)
+    items = asked(FUNCTIONS["deep"], args=args).items
+    x, codec = args[1], jc.Quantized(4)
+    assert len(items) == 4  # x, three products
+    for item in items:
+        sizes = {option.action: option.nbytes for option in item.options}
+        assert sizes[jc.Save()] == 8 * x.size
+        assert sizes[codec] == codec.nbytes((2, *x.shape))
+
+
 def test_what_the_backward_pass_reads():
     """By hand: w, x, both products within functions, what these make, and a * b."""
     found = asked(mlp)
