@@ -26,6 +26,7 @@ _ONE_AT_ZERO = frozenset("cos cosh exp exp2 logistic".split())  # or another con
 _POSITIVE = frozenset("abs cosh erfc exp exp2 logistic sqrt square".split())
 _SQUARED = frozenset("convert_element_type div mul reduce_sum select_n".split())
 _SUMS = frozenset("add convert_element_type div max mul reduce_max reduce_sum".split())
+_Followed = tuple[int, bool, bool]  # a value, whether it is squared, and guarded
 _TERMS = 8  # of the longest sum of squares that might vanish as a whole
 _GUARD = 1.0  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
@@ -141,25 +142,30 @@ def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, bool]:
     is rounded; its norm, made again, would be zero. In front of a broadcast. A sum that
     a constant guards is one as well. Each with whether it is a sum of squares.
     """
-    facts = _Facts(graph)
+    facts, neither = _Facts(graph), set()
     found = {}
     for op in graph.ops:
         for value in (narrow(v, facts.made_by) for v in steeply_read(op)):
             near = [value, *_beside_one(op, value, facts)]
-            of_squares = [_of_squares(v, fixed, facts) for v in near]
+            of_squares = [_of_squares(v, fixed, facts, neither) for v in near]
             if any(said is not None for said in of_squares):
                 found[value] = all(said is not False for said in of_squares)
     return found
 
 
-def _of_squares(value: int, fixed: Collection[int], facts: _Facts) -> bool | None:
-    """Of a norm, by what is followed back, whether squares are summed up; else None."""
-    seen: set[tuple[int, bool, bool]] = set()
+def _of_squares(
+    value: int, fixed: Collection[int], facts: _Facts, neither: set[_Followed]
+) -> bool | None:
+    """Of a norm, by what is followed back, whether squares are summed up; else None.
+
+    ``neither``: what was followed before, to no norm.
+    """
+    seen: set[_Followed] = set()
     todo = [(value, False, False)]
     while todo:
         value, squared, guarded = item = todo.pop()
         op = facts.made_by.get(value)
-        if op is None or value in fixed or item in seen:
+        if op is None or value in fixed or item in seen or item in neither:
             continue
         seen.add(item)
         squared |= is_square(op)
@@ -171,6 +177,7 @@ def _of_squares(value: int, fixed: Collection[int], facts: _Facts) -> bool | Non
         if op.kind in ("max", "clamp") and not sources:
             guarded, sources = True, op.reads
         todo += [(v, squared, guarded) for v in sources]
+    neither |= seen
     return None
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,9 +40,11 @@ class Store:
     def of(cls, slot: Slot, replay: Replay) -> "Store":
         aval, as_bits = replay.recording.avals[slot.source], replay.lossy
         codec = None if isinstance(slot.action, Save) else slot.action
-        seed = zlib.crc32(slot.tensor.name.encode())
-        with _its_mesh(aval):
-            stored = aval if codec is None else _stored(codec, aval)
+        stored, seed = aval, 0
+        if codec is not None:
+            with _its_mesh(aval):
+                stored, noisy = _stored(codec, aval)
+            seed = zlib.crc32(slot.tensor.name.encode()) if noisy else 0
         leaves, tree = jax.tree.flatten(stored)
         return cls(codec, seed, tree, leaves, aval, as_bits)
 
@@ -72,7 +74,8 @@ class Store:
     def later(self, leaves: list[jax.Array]) -> Any:
         if self.codec is None:
             return self.decode(leaves)
-        return Later(leaves, self.decode, light=_light(self.decode, leaves))
+        with _its_mesh(self.aval):
+            return Later(leaves, self.decode, light=_light(self.codec, self.aval))
 
     def decode(self, leaves: list[jax.Array]) -> jax.Array:
         with _its_mesh(self.aval):
@@ -99,9 +102,13 @@ def _its_mesh(aval: Any) -> AbstractContextManager:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-# Layers after the first find these traced.
+# Tensors after the first, of one kind, find these traced.
 @partial(jax.jit, static_argnums=(0, 1))
 def _encode(codec: Codec, seed: int, x: jax.Array) -> Any:
+    return _encoded(codec, x, seed)
+
+
+def _encoded(codec: Codec, x: jax.Array, seed: int | jax.Array) -> Any:
     x = as_reals(x)
     if not codec.supports(x.dtype):  # a slope of zeros and ones
         x = x != 0
@@ -116,14 +123,21 @@ def _decode(codec: Codec, encoded: Any) -> jax.Array:
 
 
 @functools.lru_cache(1024)
-def _stored(codec: Codec, aval: Any) -> Any:
-    """The shapes and dtypes of what is stored."""
-    return jax.eval_shape(partial(_encode, codec, 0), aval)
+def _stored(codec: Codec, aval: Any) -> tuple[Any, bool]:
+    """The shapes and dtypes of what is stored, and whether the seed is read."""
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    trace = jax.make_jaxpr(partial(_encoded, codec), return_shape=True)
+    program, stored = trace(aval, seed)
+    graph = graph_of(program)
+    return stored, any(graph.inputs[1] in op.reads for op in graph.ops)
 
 
-def _light(decode: Callable[[Any], jax.Array], leaves: list[jax.Array]) -> bool:
-    """Whether decoding, here and now, is no more than arithmetic on each entry."""
-    made = {op.kind for op in graph_of(jax.make_jaxpr(decode)(leaves)).ops}
+@functools.lru_cache(1024)
+def _light(codec: Codec, aval: Any) -> bool:
+    """Whether decoding is no more than arithmetic on each entry."""
+    stored, _ = _stored(codec, aval)
+    program = jax.make_jaxpr(partial(_decode, codec))(stored)
+    made = {op.kind for op in graph_of(program).ops}
     return made <= ELEMENTWISE | LAYOUT - {"gather", "scatter"}
 
 
