@@ -168,10 +168,14 @@ class _Call:
             *((n, args[n]) for n in sorted(numbers)),
             *((k, kwargs[k]) for k in static_argnames if k in kwargs),
         )
-        try:
-            hash(static)
-        except TypeError as error:
-            raise ValueError(f"static arguments must be hashable: {error}") from None
+        for argument, value in static:
+            try:
+                hash(value)
+            except TypeError:
+                raise ValueError(
+                    f"static arguments must be hashable, got {value!r} for "
+                    f"{_name(fun, argument)}"
+                ) from None
         positional = {n: a for n, a in enumerate(args) if n not in numbers}
         named = {k: v for k, v in kwargs.items() if k not in static_argnames}
         return cls(fun, static, (positional, named), count)
@@ -198,17 +202,8 @@ class _Call:
 
     def input_names(self) -> list[str]:
         """``"params/w1"``: the argument's name and the leaf's path."""
-        plain = positional(self.fun)
-        place_of = getattr(self.fun, "place_of", lambda argument, *inside: None)
-        names = []
-        for path, _ in leaves_with_path(self.dynamic):
-            (_, argument, *rest) = path
-            name, rest = place_of(argument.key, *rest) or (argument.key, rest)
-            if isinstance(name, int):
-                name = plain[name] if name < len(plain) else f"argument.{name}"
-            inside = path_name(tuple(rest))
-            names.append(f"{name}/{inside}" if inside else name)
-        return names
+        paths = (path for path, _ in leaves_with_path(self.dynamic))
+        return [_name(self.fun, of.key, *inside) for _, of, *inside in paths]
 
     def _arguments(self) -> Iterator[tuple[int | str, Any]]:
         """As they are flattened."""
@@ -252,6 +247,18 @@ class _Call:
                     f"node of theirs is: () says that none is a parameter"
                 )
         return mask
+
+
+def _name(fun: Callable, argument: int | str, *inside: Any) -> str:
+    """That of an argument, which is given by its place or name, or of what is in it."""
+    place_of = getattr(fun, "place_of", lambda *place: None)
+    argument, inside = place_of(argument, *inside) or (argument, inside)
+    if isinstance(argument, int):
+        plain = positional(fun)
+        known = argument < len(plain)
+        argument = plain[argument] if known else f"argument.{argument}"
+    path = path_name(tuple(inside))
+    return f"{argument}/{path}" if path else argument
 
 
 def positional(fun: Callable) -> list[str]:

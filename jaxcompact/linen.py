@@ -105,35 +105,36 @@ def checkpoint(
         label = getattr(called, "__qualname__", type(called).__name__)
         label = label.split("<locals>.")[-1].removesuffix(".__call__")
 
-        def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
-            @functools.wraps(called)
-            def pure(variable_groups, rng_groups, *args, **kwargs):
-                scope = scope_fn(variable_groups, rng_groups)
-                return fn(scope, *args, **kwargs), repack_fn(scope)
+        def in_scope(scope, *args, **kwargs):
+            initializing = jax.tree.leaves(scope)[0].get_flag("initializing", False)
 
-            pure.__name__ = label
-            pure.place_of = _place_of
-            static = [n + 1 for n in places(numbers, 1 + len(args))]
-            run = functional_checkpoint(
-                pure,
-                policy=policy,
-                params=(0, 1),
-                static_argnums=static,
-                static_argnames=static_argnames,
-                prevent_cse=prevent_cse,
-            )
-            return run(variable_groups, rng_groups, *args, **kwargs)
+            def inner(scope_fn, repack_fn, variables, rngs, *args, **kwargs):
+                @functools.wraps(called)
+                def pure(variables, rngs, *args, **kwargs):
+                    inner_scope = scope_fn(variables, rngs)
+                    return fn(inner_scope, *args, **kwargs), repack_fn(inner_scope)
 
-        packed = lift.pack(
-            inner, (True,), (True,), (True,), name="checkpoint", enable_kwargs=True
-        )
+                # Nothing is differentiated, and a loop must see what makes parameters.
+                if initializing:
+                    return pure(variables, rngs, *args, **kwargs)
+                pure.__name__ = label
+                pure.place_of = _place_of
+                static = [n + 1 for n in places(numbers, 1 + len(args))]
+                run = functional_checkpoint(
+                    pure,
+                    policy=policy,
+                    params=(0, 1),
+                    static_argnums=static,
+                    static_argnames=static_argnames,
+                    prevent_cse=prevent_cse,
+                )
+                return run(variables, rngs, *args, **kwargs)
 
-        def unless_new(scope, *args, **kwargs):
-            # Nothing is differentiated, and a loop must see what makes parameters.
-            new = jax.tree.leaves(scope)[0].get_flag("initializing", False)
-            return (fn if new else packed)(scope, *args, **kwargs)
+            every = (True,), (True,), (True,)
+            packed = lift.pack(inner, *every, name="checkpoint", enable_kwargs=True)
+            return packed(scope, *args, **kwargs)
 
-        return unless_new
+        return in_scope
 
     return nn.transforms.lift_transform(checkpoint, target, methods=methods)
 

@@ -137,7 +137,7 @@ def test_arguments_of_all_kinds():
 
     assert relative(of(small), of(fun)) < ULPS
     assert small(w, X, -1, scale=2.0, mode="no")[0].shape == X.shape
-    with pytest.raises(ValueError, match="static arguments must be hashable"):
+    with pytest.raises(ValueError, match=r"must be hashable, got \[2\] for power"):
         small(w, X, [2], scale=2.0, mode="no")
     with pytest.raises(ValueError, match="static_argnums must be below .* 2, got 2"):
         small(w, X, scale=2.0, mode="no")
