@@ -7,7 +7,7 @@ costs no memory traffic that is not there anyway, and is exact.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -280,7 +280,9 @@ class Tensors:
     def _move_to_slices(self, exponents: Set[int]) -> None:
         """What exponentials read a lesser part of, as of Mamba's input, is in parts.
 
-        Else it is one, as q and k beside v, and has as many bits as these want.
+        And that of which slices are read that make no more than half of it, as the
+        corners of a spectrum. Else it is one, as q and k beside v, and has as many bits
+        as these want.
         """
         made = {v for v, t in self.found.items() if t.kind == "op" and t.floating}
         cut = find_slices(self.graph, self.readers, made)
@@ -289,9 +291,14 @@ class Tensors:
         stops = made.union(*cut.values())
         of = self.graph, self.fixed, stops, self.known, (), self.tables
         read = exponents | find_attention(*of).scores.keys()
+
+        def entries(values: Iterable[int]) -> int:
+            return sum(self.graph.avals[v].size for v in values)
+
         for value, slices in cut.items():
-            entries = sum(self.graph.avals[v].size for v in read.intersection(slices))
-            if 0 < 2 * entries <= self.graph.avals[value].size:
+            whole = entries([value])
+            lesser = 0 < 2 * entries(read.intersection(slices)) <= whole
+            if lesser or 2 * entries(slices) <= whole:
                 tensor = self.found.pop(value)
                 for i, part in enumerate(slices):
                     self._put(replace(tensor, name=f"{tensor.name}.{i}"), part)

@@ -109,6 +109,34 @@ def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts):
         assert stored_in(together, policy) == stored_in(alone, policy)
 
 
+def corners(w, x):
+    """Of a spectrum, as a Fourier neural operator's: low frequencies of both signs."""
+    modes = jnp.fft.fft(x @ w, axis=1)
+    w = w.astype(modes.dtype)
+    return modes[:, :4] * w[:8, :4] + modes[:, -4:] * w[:8, 4:8]
+
+
+def columns(w, x):
+    y = x @ w
+    return jnp.sin(y[:, :4]) + jnp.cos(y[:, -4:])
+
+
+@pytest.mark.parametrize(
+    ("fun", "name"), [(corners, "fft.0"), (columns, "dot_general.0")]
+)
+def test_slices_of_no_more_than_half_are_stored_alone(fun, name):
+    found = candidates(lambda w, x: jnp.abs(fun(w, x)), W, X)
+    assert [found[f"{name}.{i}"].shape[-2:] for i in (0, 1)] == [(8, 4)] * 2
+    assert name not in found
+    small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    w, x = (jax.random.normal(jax.random.key(i), (n, 16)) for i, n in ((0, 16), (1, 8)))
+    w /= 4
+    exact, grad = (
+        jax.grad(lambda w, f=f: jnp.sum(jnp.abs(f(w, x)) ** 2))(w) for f in (fun, small)
+    )
+    assert 0.01 < jnp.linalg.norm(grad - exact) / jnp.linalg.norm(exact) < 0.2
+
+
 def stored_in(fun, policy):
     return jc.explain(fun, W, X, policy=policy, params=0).stored
 
@@ -123,6 +151,7 @@ def stored_in(fun, policy):
         ),
         lambda w, x: attention(w, x, lambda y: (y[:, :4], y[:, :4], y[:, :12])),
         lambda w, x: jnp.sin(jnp.sin((y := x @ w)[:, :4]) @ jnp.sin(y[:, 4:]).T[:4]),
+        lambda w, x: jnp.sin((y := x @ w)[:, :5]) + jnp.cos(y[:, -5:]),
         lambda w, x: attention(w, x, lambda y: cut(checkpoint_name(y, "qkv"))),
         lambda w, x: attention(w, x, lambda y: cut(summed(y))),
     ],
@@ -132,6 +161,7 @@ def stored_in(fun, policy):
         "a maximum",
         "twice",
         "no exponential",
+        "more than half",
         "by name",
         "of a block",
     ],
