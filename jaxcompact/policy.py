@@ -99,7 +99,8 @@ class Policy:
     Args:
         rules: pattern -> action. A pattern is a glob over tensors' names (``"mlp_*"``,
             ``"dot_general.[0-2]"``); the first that matches decides. `explain` lists
-            the names.
+            the names. Of what a loop carries, what can't be rounded (logarithms, what
+            holds infinities) stays exact whatever the rules: `explain` says why.
         default: for all other tensors: an action, or another policy. A codec as default
             is used as by `policies.compress`. Decisions (masks, what a max chose) are
             stored as they were made, whatever the default, if a rule rounds.
