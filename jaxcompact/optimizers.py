@@ -19,8 +19,9 @@ Moment = Literal["keep", "reset", "transfer"]
 
 _MOST = 3.4e38  # of float32
 # Fields of optax states that are linear in the gradient: Adam, Lion and others (mu),
-# momentum (trace), Adafactor's momentum (ema), what MultiSteps accumulates.
-_FIRST_MOMENTS = ("mu", "trace", "ema", "acc_grads")
+# momentum (trace), Adafactor's momentum (ema), what MultiSteps accumulates, and the
+# gradient before of optimistic descent.
+_FIRST_MOMENTS = ("mu", "trace", "ema", "acc_grads", "previous_gradient")
 
 
 class SubspaceState(NamedTuple):
@@ -67,13 +68,14 @@ def in_subspace(
             squares estimate. After a reset, as Adam's count goes on, updates are ``1 -
             b1``, ``1 - b1^2``, ... of their size at first. Second moments are kept:
             they hardly depend on P. First moments are the state's fields ``mu``,
-            ``trace``, ``ema`` and ``acc_grads``; one that a variance is taken around
-            (``rmsprop(centered=True)``) is reset where others are transferred. All else
-            is kept as well: first moments of other names (Adan's, AdEMAMix') and of
-            `optax.flatten`, and past positions, distances from them and sums of
-            updates, as ``schedule_free``, ``prodigy``, ``mechanize``, ``apply_every``
-            or ``lbfgs`` have, which mean nothing under a new P. For those take a period
-            that is longer than the run.
+            ``trace``, ``ema``, ``acc_grads`` and ``previous_gradient``; one that a
+            variance is taken around (``rmsprop(centered=True)``) is reset where others
+            are transferred. All else is kept as well: first moments of other names
+            (Adan's, AdEMAMix') and of `optax.flatten`, and past positions, distances
+            from them and sums of updates, as ``schedule_free``, ``prodigy``,
+            ``mechanize``, ``apply_every`` or ``lbfgs`` have, which mean nothing under a
+            new P. For those take a period that is longer than the run; for
+            `optax.contrib.sam`, which goes inside, a multiple of its ``sync_period``.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
@@ -352,10 +354,7 @@ def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
             centered = type(node).__name__.startswith("ScaleByRStdDev")
             inside = partial(walk, moment="reset" if centered else moment)
             return type(node)(*map(inside, node, node._fields))
-        if isinstance(node, tuple | list):
-            return type(node)(map(walk, node))
-        if isinstance(node, dict):
-            return {key: walk(value) for key, value in node.items()}
-        return node
+        parts, tree = jax.tree.flatten(node, is_leaf=lambda part: part is not node)
+        return node if parts and parts[0] is node else tree.unflatten(map(walk, parts))
 
     return walk(state)

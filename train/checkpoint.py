@@ -59,7 +59,8 @@ class Checkpoints:
         """Steps of the checkpoints, damaged ones too, in order."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(p.name) for p in self.folder.iterdir() if p.name.isdecimal())
+        names = (p.name for p in self.folder.iterdir() if p.name.isdecimal())
+        return sorted(int(name) for name in names if name == str(int(name)))
 
     def save(self, step: int, state: Any, **sealed: Any) -> None:
         """Writes a pytree of arrays in the background; they may be donated at once.

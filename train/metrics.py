@@ -48,6 +48,9 @@ class Log:
         max_skipped: steps in a row that may be without an update.
         writes: whether there are files; one process of several writes them.
         perplexity: whether the loss is one of words.
+
+    Attributes:
+        skipped: steps in a row without an update, up to the last that was waited for.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Log:
         path = folder / "metrics.jsonl"
         kept = [row for row in read(path) if row["step"] <= start]
         trained = [row for row in kept if _of_training(row)]
-        self._skipped = trained[-1].get("skipped", 0) if trained else 0  # in a row
+        self.skipped = trained[-1].get("skipped", 0) if trained else 0
         self._spikes = _Spikes()
         for row in trained[-_BEFORE - _AFTER :]:
             if "projection" in row:
@@ -152,11 +155,11 @@ class Log:
         row = {name: float(x) for name, x in jax.device_get(measured).items()}
         self._steps += 1
         if bad := _not_finite(row):
-            self._skipped += 1
+            self.skipped += 1
             self._require_few(step, bad, row[bad])
-            row["skipped"] = self._skipped
+            row["skipped"] = self.skipped
         else:
-            self._skipped = 0
+            self.skipped = 0
             self._losses.append(row["loss"])
         if spike := self._spikes.seen({"step": step} | _finite(row)):
             self.say(f"step {step:6d}  {spike}")
@@ -168,12 +171,12 @@ class Log:
 
     def _require_few(self, step: int, name: str, value: float) -> None:
         said = f"the {name.replace('_', ' ')} of step {step} is {value}"
-        if self._skipped > self.max_skipped:
-            before = self._skipped - 1
+        if self.skipped > self.max_skipped:
+            before = self.skipped - 1
             more = f", after {before} skipped in a row" if before else ""
             raise NotFinite(said + more)
         self.say(
-            f"step {step:6d}  {said}: no update, {self._skipped} in a row of at most "
+            f"step {step:6d}  {said}: no update, {self.skipped} in a row of at most "
             f"{self.max_skipped}"
         )
 

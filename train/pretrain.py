@@ -247,8 +247,10 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             stop = interrupt.agreed()
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
-                    run = fingerprint(job.fixed)
-                    save_finite(checkpoints, step, state, run=run, plan=plans.seal())
+                    # What was blown up since the one before is no good one.
+                    if step == steps or stop or not log.skipped:
+                        run, plan = fingerprint(job.fixed), plans.seal()
+                        save_finite(checkpoints, step, state, run=run, plan=plan)
             if stop:
                 log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
                 return 128 + stop

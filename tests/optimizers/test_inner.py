@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 
 import jaxcompact as jc
-from tests.optimizers.sketched import M, R, gradients, matrix, params, subspace
+from tests.optimizers.sketched import M, N, R, gradients, matrix, params, subspace
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
+X = jax.random.normal(jax.random.key(9), (8, N))
 
 
 def test_apply_if_finite_inside_skips_a_step():
@@ -75,16 +77,48 @@ def test_what_is_accumulated_is_not_lifted_by_another_p():
     assert updates["a"]["kernel"].any()
 
 
-def test_moments_in_dicts_are_reset_too():
-    inner = optax.partition(
-        {"all": optax.trace(0.9)}, lambda t: jax.tree.map(lambda _: "all", t)
-    )
+def frozen_init(tree):
+    return FrozenDict(momentum=optax.trace(0.9).init(tree))
+
+
+def frozen_update(updates, state, _):
+    updates, momentum = optax.trace(0.9).update(updates, state["momentum"])
+    return updates, FrozenDict(momentum=momentum)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.partition(
+            {"all": optax.trace(0.9)}, lambda t: jax.tree.map(lambda _: "all", t)
+        ),
+        optax.named_chain(("clip", optax.clip(1.0)), ("trace", optax.trace(0.9))),
+        optax.GradientTransformation(frozen_init, frozen_update),
+    ],
+    ids=["dict", "ordered", "frozen"],
+)
+def test_moments_are_reset_whatever_holds_them(inner):
     tx, tree = jc.in_subspace(subspace(period=1), inner), params()
     state, ones = tx.init(tree), jax.tree.map(jnp.ones_like, gradients(0))
     for _ in range(3):
         _, state = tx.update(ones, state, tree)
     traces = [x for x in jax.tree.leaves(state.inner) if x.shape == (R, M)]
     np.testing.assert_array_equal(traces[0], 1.0)
+
+
+def test_the_gradient_before_is_transferred():
+    """Less itself a steady gradient is zero, in whatever coordinates it was."""
+    all_of_it = jc.Projection(1.0, kind="orthonormal")
+    space = jc.Subspace({"a/kernel": all_of_it}, jax.random.key(0), period=1)
+    inner = optax.scale_by_optimistic_gradient(alpha=0.0, beta=1.0)
+    tx, tree = jc.in_subspace(space, inner, moment="transfer"), params()
+    grad = jc.value_and_grad(lambda t: jnp.sum(jc.linear(X, t["a"]["kernel"])), space)
+    state = tx.init(tree)
+    for step in range(3):
+        _, sketch = grad(tree, step=step)
+        updates, state = tx.update(sketch, state, tree)
+        left, whole = (jnp.linalg.norm(t["a"]["kernel"]) for t in (updates, sketch))
+        assert left < 1e-5 * whole
 
 
 def test_an_inner_that_reads_parameters_gets_their_sketch():
