@@ -312,7 +312,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
             stop = interrupt.received
             if step % output.checkpoint_every == 0 or step == steps or stop:
                 with log.paused():
-                    # What was blown up since the one before is no good one.
+                    # Amid skipped steps: it may be the state that broke them.
                     if step == steps or stop or not log.skipped:
                         run, plan = fingerprint(job.fixed), plans.seal()
                         save_finite(checkpoints, step, state, run=run, plan=plan)

@@ -172,6 +172,12 @@ def test_a_file_in_place_of_a_checkpoint(saved):
     assert checkpoints.steps() == [4, 8]
 
 
+def test_a_number_that_is_written_otherwise_is_none_of_them(saved):
+    checkpoints, _ = saved
+    (checkpoints.folder / "0014").mkdir()
+    assert checkpoints.steps() == [4, 8]
+
+
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved):
     checkpoints, state = saved
     with pytest.raises(CheckpointError, match=r"does not exist \(steps there: 4, 8\)"):
