@@ -49,6 +49,21 @@ def test_encoded_gradients_are_close(name):
     assert relative(gradients(small, W, X), plain(name)) < limit
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_tensors_share_no_noise(stochastic):
+    """Of equal values too: their gradients are equal where rounding is to nearest."""
+
+    def fun(p, x):
+        return sum(
+            scale[None] * (x @ w) for scale, w in zip(p, (W[0], +W[0]), strict=True)
+        )
+
+    policy = jc.policies.uniform(jc.Quantized(4, stochastic=stochastic))
+    small = jc.checkpoint(fun, policy=policy, params=0)
+    first, second = jax.grad(weighted(small))([jnp.ones(W.shape[-1])] * 2, X)
+    assert bool((first == second).all()) != stochastic
+
+
 @pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
 @pytest.mark.parametrize("fun", [mlp, loop, branch])
 def test_under_transformations(policy, fun):
