@@ -319,7 +319,8 @@ def _trace(
     keep = {}
     if params is None:
         keep = dict.fromkeys(names, "may be a parameter: `params` was not given")
-    outputs = Outputs(graph, graph.independent_of(names), out_trees[-1])
+    once = getattr(call.fun, "once", False)
+    outputs = Outputs(graph, graph.independent_of(names), out_trees[-1], once)
     traced = Traced(
         outputs.inside,
         names,
@@ -330,6 +331,7 @@ def _trace(
         labels=labels,
         outputs=outputs,
         prevent_cse=prevent_cse,
+        once=once,
     )
     return traced, list(closed.consts)
 

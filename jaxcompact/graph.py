@@ -361,6 +361,23 @@ def pinned(given, value):
 pinned.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
 
 
+def jitted(fun: Callable, once: bool) -> Callable:
+    """`jax.jit`; if it is called once, it runs op by op where nothing is traced.
+
+    To compile it takes longer.
+    """
+    compiled = jax.jit(fun)
+    if not once:
+        return compiled
+
+    def called(*args):
+        leaves = jax.tree.leaves(args)
+        traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        return (compiled if traced else fun)(*args)
+
+    return called
+
+
 def is_float(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.floating)
 

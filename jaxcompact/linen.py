@@ -114,11 +114,11 @@ def checkpoint(
                     inner_scope = scope_fn(variables, rngs)
                     return fn(inner_scope, *args, **kwargs), repack_fn(inner_scope)
 
-                # Nothing is differentiated, and a loop must see what makes parameters.
+                # Nothing is differentiated: the bits of parameters are Flax's.
                 if initializing:
                     return pure(variables, rngs, *args, **kwargs)
                 pure.__name__ = label
-                pure.place_of = _place_of
+                pure.place_of, pure.once = _place_of, True
                 static = [n + 1 for n in places(numbers, 1 + len(args))]
                 run = functional_checkpoint(
                     pure,

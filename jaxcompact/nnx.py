@@ -217,6 +217,7 @@ def checkpoint(
 
     # A variable's path, or an array's: of (args, kwargs), and of that the argument.
     pure.place_of = lambda _, part, argument, *inside: (argument.key, inside)
+    pure.once = True  # as often as not: a module's __call__ may wrap its layers
     inner = functional_checkpoint(
         pure, policy=policy, params=1, static_argnums=0, prevent_cse=prevent_cse
     )

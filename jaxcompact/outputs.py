@@ -16,7 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Value, is_inexact, made_of, on_host, read, union
+from jaxcompact.graph import (
+    Graph,
+    Value,
+    is_inexact,
+    jitted,
+    made_of,
+    on_host,
+    read,
+    union,
+)
 
 
 class Outputs:
@@ -26,6 +35,7 @@ class Outputs:
         graph: the function.
         fixed: values made of parameters and constants alone.
         tree: structure of its outputs.
+        once: as of `graph.jitted`.
 
     Attributes:
         inside: the function without these outputs.
@@ -33,8 +43,9 @@ class Outputs:
             others read.
     """
 
-    def __init__(self, graph: Graph, fixed: set[int], tree: Any):
-        self.tree, self.places = tree, {v: i for i, v in enumerate(graph.inputs)}
+    def __init__(self, graph: Graph, fixed: set[int], tree: Any, once: bool):
+        self.places = {v: i for i, v in enumerate(graph.inputs)}
+        self.tree, self.once = tree, once
         known = fixed.union(graph.inputs)
         self.apart = [isinstance(v, Literal) or v in known for v in graph.outputs]
         self.others = [*compress(graph.outputs, self.apart)]
@@ -59,13 +70,12 @@ class Outputs:
 
     @cached_property
     def _make(self) -> Callable:
-        @jax.jit
         @jax.checkpoint
         def make(*inputs):
             env = self.made.run(inputs, lambda op, values, _: op.bind(*values))
             return [read(env, v) for v in self.made.outputs]
 
-        return make
+        return jitted(make, self.once)
 
 
 def _uneven(graph: Graph) -> set[int]:

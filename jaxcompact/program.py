@@ -16,9 +16,9 @@ class Program:
 
     def __init__(self, jaxpr: Any, consts: Sequence[Any]):
         self.jaxpr, self.consts = jaxpr, tuple(consts)
-        self.call = jax.jit(
-            lambda *args: jax.core.eval_jaxpr(jaxpr, (), *consts, *args)
-        )
+
+    def call(self, *args: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(self.jaxpr, (), *self.consts, *args)
 
     def call_in_order(self, args: Sequence[Any], cts: Sequence[Any]) -> list[Any]:
         """The outputs for ``[*args, *cts]``, as `Schedule` orders them."""

@@ -15,6 +15,7 @@ from jaxcompact.graph import (
     barrier,
     graph_of,
     is_inexact,
+    jitted,
     joined,
     read,
     renewed,
@@ -40,6 +41,7 @@ class Traced:
         known: whether it is known which inputs are parameters.
         policy: chooses the actions.
         label: the function's name.
+        once: as of `graph.jitted`.
         outputs: all of the function that a user gave, whose graph has some of them.
         labels: name of each input that is a parameter.
     """
@@ -57,11 +59,12 @@ class Traced:
         outputs: Outputs | None = None,
         prefix: str = "",
         prevent_cse: bool = True,
+        once: bool = False,
     ):
         self.graph, self.names, self.keep, self.known = graph, names, keep, known
         self.policy = policy
         self.label, self.outputs, self.prefix = label, outputs, prefix
-        self.prevent_cse, self.labels = prevent_cse, labels or {}
+        self.prevent_cse, self.labels, self.once = prevent_cse, labels or {}, once
         self.plans: dict[tuple[bool, ...], Plan] = {}
         self.bodies: dict[Op, tuple[Traced, ...]] = {}
 
@@ -111,13 +114,12 @@ class Traced:
 
     @functools.cached_property
     def primal(self) -> Callable:
-        @jax.jit
         def primal(*inputs):
             env = self.graph.run(inputs, lambda op, values, _: op.bind(*values))
             outs = [read(env, v) for v in self.graph.outputs]
             return even(outs, self.uneven, inputs)
 
-        return primal
+        return jitted(primal, self.once)
 
     def bind(self, op: Op, values: Sequence[Any]) -> list[Any]:
         """What an operation makes; bodies of loops and branches are checkpointed."""
@@ -168,7 +170,8 @@ class Plan:
         )
         self.stores = [Store.of(slot, self.replay) for slot in self.replay.slots]
         self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
-        self.forward, self.backward = jax.jit(self._forward), jax.jit(self._backward)
+        self.forward = jitted(self._forward, traced.once)
+        self.backward = jitted(self._backward, traced.once)
 
     def names(self) -> set[str]:
         """All candidates' names, those of the bodies of loops included."""

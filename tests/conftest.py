@@ -44,6 +44,25 @@ def fonts_listed_once(tmp_path_factory):
     os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
 
 
+@pytest.fixture
+def compiled():
+    """``compiled()``: the number of programs since it was last asked for."""
+    names = []
+
+    def note(name, seconds, **_):
+        if "backend_compile" in name:
+            names.append(name)
+
+    def asked():
+        count = len(names)
+        names.clear()
+        return count
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield asked
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
 ORDINARY = jax.config.read("jax_disable_most_optimizations")
 
 

@@ -146,7 +146,7 @@ def test_checkpoint_leaves_state_as_the_module_does():
         def __call__(self, x, scale, *, shift):
             return self.drop(self.norm(jax.nn.gelu(self.linear(x)))) * scale + shift
 
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = jax.random.normal(jax.random.key(0), (64, 16))
 
     def call(m, x, scale, *, shift):
         return m(x, scale, shift=shift)
@@ -170,8 +170,23 @@ def test_checkpoint_leaves_state_as_the_module_does():
     (outs, exact), (small_outs, got) = called(call), called(small)
     for a, b in zip(small_outs, outs, strict=True):
         np.testing.assert_array_equal(a, b)
-    # 8 bits of the two stored tensors: 0.6 % each.
-    assert 0.0 < jnp.linalg.norm(got - exact) < 0.02 * jnp.linalg.norm(exact)
+    # 8 bits of what is normalized: 0.6 %.
+    error = jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
+    assert 0.001 < error < 0.02
+
+
+def test_outside_of_jit_it_runs_op_by_op(compiled):
+    """As Flax's do: a module may wrap its layers each time that it is called."""
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (8, 16))
+
+    def call():
+        small = cnnx.checkpoint(lambda m, x: m(x), policy=jc.policies.int4())
+        nnx.grad(lambda m: small(m, x).sum())(model)
+        return compiled()
+
+    assert call() > 0  # its operations
+    assert call() == 0
 
 
 def test_checkpoint_with_a_static_argument_before_the_module():

@@ -65,11 +65,11 @@ MUTATIONS = [
         "test_batches_without_a_finite_loss_are_skipped_also_after_a_resume",
     ),
     Mutation(
-        "parameters that checkpointed modules share can't be initialized",
+        "modules that are checkpointed are compiled each time they are called",
         "jaxcompact/linen.py",
-        "                if initializing:\n",
-        "                if False:\n",
-        "tests/test_linen.py::test_a_checkpointed_cell_of_a_loop_has_parameters",
+        "pure.place_of, pure.once = _place_of, True",
+        "pure.place_of = _place_of",
+        "tests/test_linen.py::test_outside_of_jit_it_runs_op_by_op",
     ),
     Mutation(
         "what is decoded behind arithmetic is decoded early",
