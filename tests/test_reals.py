@@ -190,15 +190,6 @@ def test_what_roots_and_logarithms_read_stays_whole():
     assert row.action == "Save()" and "logarithm" in row.reason
 
 
-def test_vmap_is_a_loop():
-    small = jc.checkpoint(mlp, policy=jc.policies.int4(), params=0)
-    z, ct = Z.reshape(4, 4, 64), CT.reshape(4, 4, 64)
-    grad = jax.jit(lambda z, ct: jax.vjp(small, W, z)[1](ct))
-    each = [grad(a, b) for a, b in zip(z, ct, strict=True)]
-    for found, *apart in zip(jax.vmap(grad)(z, ct), *each, strict=True):
-        assert relative(found, jnp.stack(apart)) < ULPS
-
-
 def test_measured_effects_are_those_of_rounding():
     """Predicted of the gradient's variance, and taken."""
     codecs = [jc.Quantized(bits, stochastic=True) for bits in (2, 4)]
