@@ -168,7 +168,6 @@ def test_kernels_are_those_of_this_checkout():
 
 @pytest.mark.slow
 def test_wheel_holds_the_library_and_nothing_else(tmp_path: Path):
-    pytest.importorskip("setuptools", minversion="77", reason="it builds the wheel")
     tree, installed = tmp_path / "tree", tmp_path / "installed"
     ignore = shutil.ignore_patterns("__pycache__")
     for name in ("jaxcompact", "kernels", "train", "tests", "benchmarks"):

@@ -196,7 +196,6 @@ def test_a_stack_of_layers_reads_gate_and_up_once():
 
     Below 32 MB XLA makes one product of the two, and would cut it in two for a kernel.
     """
-    pytest.importorskip("jax_plugins.xla_cuda13")
     layers, tokens, wide = 2, 32768, 2736
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((layers, *a.shape), jnp.bfloat16),

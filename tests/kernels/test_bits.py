@@ -48,7 +48,6 @@ def test_unit_is_the_least_number_of_codes_in_whole_bytes(bits, codes):
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_xla_packs_in_one_kernel(bits):
     """Each byte is read and written once: what a kernel of our own would do."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     codes = jax.ShapeDtypeStruct((4096, 1024), jnp.uint8)
     packed = jax.ShapeDtypeStruct((4096, 128 * bits), jnp.uint8)
     for fun, x in ((pack, codes), (unpack, packed)):

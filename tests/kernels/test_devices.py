@@ -202,7 +202,6 @@ def test_activations_are_not_split():
 @pytest.fixture
 def figures(monkeypatch):
     """Kernels of an H200, and what its programs are compiled with is here."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     cards = {"default": {"groups": 4}, "NVIDIA H200": {"groups": 2}}
     found = {"quantize": cards, "quantize_stochastic": cards, "dequantize": cards}
     monkeypatch.setattr(choice, "_configs", lambda folder: found)

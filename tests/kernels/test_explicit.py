@@ -331,7 +331,6 @@ def test_each_card_takes_its_channels(spec, part, figures, monkeypatch):
 
 def test_a_layer_on_four_cards():
     """Data and tensor parallel: gate, up and SwiGLU in one kernel, x in another."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     kinds = (EXPLICIT,) * 2
     mesh = jax.sharding.AbstractMesh((2, 2), ("data", "tensor"), axis_types=kinds)
 

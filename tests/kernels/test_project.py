@@ -107,7 +107,6 @@ def test_vmap():
 @cases
 def test_compiled_for_hopper(name):
     """Three warpgroups have 168 registers a thread; z in 16 bits is nowhere."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     fields, dtype, shape, _ = case(name)
     n = 1024 + shape[-1]
     x = jax.ShapeDtypeStruct((32768, n), dtype)
@@ -153,7 +152,6 @@ def test_a_compressed_layer_takes_it(kind):
 
     Whose z is encoded by a kernel of its own. The other kernel is the gradient's.
     """
-    pytest.importorskip("jax_plugins.xla_cuda13")
     projection = jc.Projection(rank=64, kind=kind, codec=jc.Quantized(4))
     subspace = jc.Subspace({"kernel": projection}, jax.random.key(0))
     params = {"kernel": jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)}

@@ -255,7 +255,6 @@ MOST_REGISTERS |= {name: 64 for name in CASES if name.startswith("channels")}
 
 @cases
 def test_compiled_for_hopper(name):
-    pytest.importorskip("jax_plugins.xla_cuda13")
     fields, dtype, shape = case(name)
     # A kernel that this process has compiled before would not be compiled again.
     number = 1 + list(CASES).index(name)
@@ -282,7 +281,6 @@ def test_compiled_for_hopper(name):
 @pytest.mark.parametrize("groups", [8, 4])
 def test_as_many_groups_as_shared_memory_holds(groups):
     """Of 256 float32: three."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     fields = {"bits": 4, "group": 256, "symmetric": False}
     x = jax.ShapeDtypeStruct((4096 + groups, 2100), jnp.float32)
 
@@ -309,7 +307,6 @@ def test_as_many_groups_as_shared_memory_holds(groups):
 )
 def test_codecs_take_the_kernel(codec, shape, flat):
     """Once to encode, once to decode; else nothing of the tensor's size is written."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
 
     def encode(x):
         with choice.using("mosaic_gpu"):
@@ -328,7 +325,6 @@ def test_codecs_take_the_kernel(codec, shape, flat):
 
 def encoded_on(cards: int, *, by_hand: bool):
     """4096 rows over some H200s; the number of kernels that encode them."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     kind = jax.sharding.AxisType.Auto
     mesh = jax.sharding.AbstractMesh((cards,), ("data",), axis_types=(kind,))
     rows = jax.P("data")

@@ -46,7 +46,6 @@ def stacked_codes(text: str) -> list[bool]:
     ids=["a barrier around it", "none", "three arrays", "channels"],
 )
 def test_codes_are_written_where_they_are_stacked(codec, options):
-    pytest.importorskip("jax_plugins.xla_cuda13")
     args = (
         S((LAYERS, 3, WIDTH, WIDTH), jnp.bfloat16),
         S((TOKENS, WIDTH), jnp.bfloat16),

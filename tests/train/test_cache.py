@@ -129,7 +129,6 @@ def test_the_cache_folder_by_default(tmp_path, monkeypatch):
 
 
 def test_bpe_is_trained_and_kept_in_the_cache(tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers")
     source, cache = write_source(tmp_path / "a.jsonl"), tmp_path / "cache"
     first = prepare(source, "bpe:300", cache)
     assert 257 < first.vocab_size <= 300

@@ -102,7 +102,6 @@ def test_max_tokens_ends_the_reading(tmp_path, monkeypatch, group):
 
 
 def test_c4_with_gpt2(data_dir, tmp_path):
-    pytest.importorskip("tokenizers")
     spec = data_dir / "tokenizers" / "gpt2_hf_tokenizer" / "tokenizer.json"
     tokens = prepare(data_dir / "c4_sample", str(spec), tmp_path)
     assert tokens.report.documents == 30  # few: of each the end is held out

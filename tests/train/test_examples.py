@@ -18,7 +18,6 @@ TAGS = replace(CLASSES, multi_label=True)
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    pytest.importorskip("tokenizers")
     return load_tokenizer("roberta:300", ["no merges that matter here"])
 
 

@@ -1,9 +1,11 @@
 """What is exported is what transformers reads: ids, and where texts begin and end."""
 
+import importlib
 import json
 
 import jax
 import pytest
+import tokenizers
 from flax import nnx
 
 import pretrained
@@ -19,7 +21,7 @@ TEXTS = ["the cat sat on the mat\n" * 20, 'the "hat"']
 @pytest.fixture
 def transformers(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return pytest.importorskip("transformers")
+    return importlib.import_module("transformers")
 
 
 def export(model_class, cfg, tokenizer, folder):
@@ -71,7 +73,6 @@ def test_a_robertas_texts_and_pairs_have_their_ends(transformers, tmp_path):
 
 
 def test_a_robertas_vocabulary_may_have_the_end_of_text_of_gpt2(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
     load_tokenizer("roberta:300", TEXTS).save(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()  # roberta-base's says nothing of it
     inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -84,7 +85,6 @@ def test_a_robertas_vocabulary_may_have_the_end_of_text_of_gpt2(tmp_path):
 
 def test_a_folder_that_says_what_ends_documents(transformers, tmp_path):
     """Going on from it, and exporting again, leaves that as it was."""
-    tokenizers = pytest.importorskip("tokenizers")
     special = ("<|endoftext|>", "<|begin_of_text|>", "<|done|>")
     vocab = {"a": 0, "b": 1, "[UNK]": 2}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from configs import GPT2Config
 from gpt2_weights import load_gpt2, save_gpt2
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors missing")
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "gpt2"
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -41,10 +40,10 @@ def edit_config(folder, **changes):
 
 def edit_tensors(folder, rename=str, **changes):
     """Renamed first; those that become None are left out."""
-    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     tensors = {rename(name): tensor for name, tensor in tensors.items()} | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    safetensors.save_file(kept, folder / "model.safetensors")
+    save_file(kept, folder / "model.safetensors")
 
 
 def test_logits_equal_those_of_transformers():
@@ -74,9 +73,7 @@ def test_what_is_written_is_what_was_read(tmp_path):
     model = load_gpt2(GOLDEN)
     new = tmp_path / "new" / "folder"
     save_gpt2(model, new)
-    theirs, ours = (
-        safetensors.load_file(f / "model.safetensors") for f in (GOLDEN, new)
-    )
+    theirs, ours = (load_file(f / "model.safetensors") for f in (GOLDEN, new))
     assert theirs.keys() == ours.keys()
     for tensor, expected in theirs.items():
         assert ours[tensor].dtype == expected.dtype
@@ -95,7 +92,7 @@ def test_what_is_written_is_what_was_read(tmp_path):
 def test_bfloat16_is_written_as_such(tmp_path):
     model = load_gpt2(GOLDEN, param_dtype=jnp.bfloat16)
     save_gpt2(model, tmp_path)
-    tensors = safetensors.load_file(tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
     assert {x.dtype.name for x in tensors.values()} == {"bfloat16"}
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16"
@@ -104,7 +101,7 @@ def test_bfloat16_is_written_as_such(tmp_path):
 
 def test_the_hubs_own_folder_is_read(folder):
     """Without a prefix, with the masks, and with the head though it is tied."""
-    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     mask = np.tril(np.ones((1, 1, 32, 32), np.float32))
     masks = {"h.0.attn.bias": mask, "h.1.attn.masked_bias": np.float32([-1e4])}
     head = {"lm_head.weight": tensors["transformer.wte.weight"]}

@@ -248,8 +248,7 @@ def test_without_a_terminal_there_is_no_bar(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_tensorboard_gets_the_rows_where_it_is_installed(tmp_path):
-    pytest.importorskip("tensorboardX")
+def test_tensorboard_gets_the_rows(tmp_path):
     with make_log(tmp_path) as log:
         log.train(1, measured(3.0))
         log.flush()
@@ -275,7 +274,6 @@ def test_durations(seconds, text):
 
 
 def test_curves_are_drawn_for_every_method(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     assert curves.plot([]) is None
     for name in ("exact", "compact"):
         (tmp_path / name).mkdir()

@@ -255,7 +255,6 @@ def test_a_resumed_plan_that_takes_more_than_its_budget_is_told(
     optax_promotion, tmp_path, capsys
 ):
     """As on fewer devices than it was made for."""
-    pytest.importorskip("jax_plugins.xla_cuda13")
     for budget in ("1GiB", "1MiB"):
         made = planner(memory_budget=budget, plan_device="h100")
         planning.Plans(made, tmp_path / "exact", None, 2).tell_size()

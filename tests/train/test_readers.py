@@ -3,7 +3,10 @@ import json
 import lzma
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from readers import DataError, read_records, require
 
@@ -17,7 +20,7 @@ def json_lines(texts: list[str]) -> bytes:
 
 
 def zstd(data: bytes) -> bytes:
-    return pytest.importorskip("zstandard").compress(data)
+    return zstandard.compress(data)
 
 
 def read(path: Path, data: bytes) -> list[str | None]:
@@ -53,8 +56,6 @@ def test_compressed_text(tmp_path, compression, compress):
 
 
 def test_parquet(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1, 2, 3, 4], "text": [*TEXTS, None]}), path)
     assert [text for _, text in read_records([path])] == [*TEXTS, None]
@@ -118,7 +119,6 @@ def test_a_file_that_cannot_be_opened_is_an_error(tmp_path):
 
 
 def test_a_broken_parquet_file_is_an_error(tmp_path):
-    pytest.importorskip("pyarrow")
     with pytest.raises(DataError, match=r"a\.parquet: unreadable"):
         read(tmp_path / "a.parquet", b"PAR1")
 

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from configs import RobertaConfig
 from huggingface import folder_of
 from readers import DataError
 from roberta_weights import load_roberta, read_config, save_roberta
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors missing")
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 NAMES = ["roberta_classes", "roberta_words"]
@@ -49,9 +48,9 @@ def edit_config(folder, **changes):
 
 
 def edit_tensors(folder, **changes):
-    tensors = safetensors.load_file(folder / "model.safetensors") | changes
+    tensors = load_file(folder / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    safetensors.save_file(kept, folder / "model.safetensors")
+    save_file(kept, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,7 +80,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     model = load_roberta(GOLDEN / name)
     save_roberta(model, tmp_path / "new" / "folder", ["a", "b", "c"])
     theirs, ours = (
-        safetensors.load_file(folder / "model.safetensors")
+        load_file(folder / "model.safetensors")
         for folder in (GOLDEN / name, tmp_path / "new" / "folder")
     )
     assert theirs.keys() == ours.keys()
@@ -155,13 +154,13 @@ def test_a_folder_with_more_layers_than_its_config_is_refused(folder):
 
 def test_a_body_alone_is_read(folder):
     whole = parameters(load_roberta(folder, labels=2))
-    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     body = {
         name.removeprefix("roberta."): tensor
         for name, tensor in tensors.items()
         if name.startswith("roberta.")
     }
-    safetensors.save_file(body, folder / "model.safetensors")
+    save_file(body, folder / "model.safetensors")
     assert_equal_parameters(parameters(load_roberta(folder, labels=2)), whole)
 
 

@@ -2,6 +2,7 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from readers import DataError
 from tokenizer import (
@@ -17,12 +18,10 @@ TEXT = "Grüße, 世界! 🐍\n\tif x:  pass\x00 <|endoftext|>"
 
 
 def bpe(size: int = 300):
-    pytest.importorskip("tokenizers")
     return load_tokenizer(f"bpe:{size}", ["the cat sat on the mat\n" * 20, "the hat"])
 
 
 def tokenizer_json(tmp_path, *special: str):
-    tokenizers = pytest.importorskip("tokenizers")
     vocab = {"a": 0, "b": 1, "[UNK]": 2}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -60,7 +59,6 @@ def test_bpe_is_trained_on_the_spot():
 
 
 def test_bpe_reads_no_more_than_it_needs(monkeypatch):
-    pytest.importorskip("tokenizers")
     monkeypatch.setattr("tokenizer.BPE_TRAINING_CHARACTERS", 1000)
     texts = iter(["the cat " * 200, "read", "never"])
     load_tokenizer("bpe:260", texts)
@@ -123,7 +121,6 @@ def test_saved_and_loaded(tmp_path, make):
 
 
 def test_gpt2(data_dir):
-    pytest.importorskip("tokenizers")
     path = data_dir / "tokenizers" / "gpt2_hf_tokenizer" / "tokenizer.json"
     tokenizer = load_tokenizer(path)
     assert (tokenizer.vocab_size, tokenizer.eot) == (50257, 50256)
@@ -142,7 +139,6 @@ def test_the_fingerprint_of_a_file_is_its_content(tmp_path):
 
 
 def test_robertas_tokens_come_first_and_no_text_makes_them(tmp_path):
-    pytest.importorskip("tokenizers")
     made = load_tokenizer("roberta:300", ["the cat sat on the mat\n" * 20])
     expected = {"bos_id": 0, "pad_id": 1, "eos_id": 2, "mask_id": 4}
     assert special_ids(made) == expected
@@ -180,7 +176,6 @@ def test_a_missing_tokenizer_json_is_an_error(tmp_path, call):
 
 
 def test_a_wrong_tokenizer_json_is_an_error(tmp_path):
-    pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     for text in ("{", '{"version": "1.0"}'):
         path.write_text(text)
@@ -192,7 +187,6 @@ def test_a_wrong_tokenizer_json_is_an_error(tmp_path):
     ("vocab", "told"), [({}, "its vocabulary is empty"), ({"a": 0}, "cannot encode")]
 )
 def test_a_tokenizer_json_that_cannot_encode_is_an_error(tmp_path, vocab, told):
-    tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     model = tokenizers.models.WordLevel(vocab, unk_token="[UNK]")
     path.write_text(tokenizers.Tokenizer(model).to_str())

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 import pretrained
 from configs import ModelConfig
 from llama import Llama, generate
 from weights import load_llama, load_llama2c, save_llama
-
-safetensors = pytest.importorskip("safetensors.numpy", reason="safetensors missing")
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -52,9 +51,9 @@ def edit_config(folder, **changes):
 
 
 def edit_tensors(folder, **changes):
-    tensors = safetensors.load_file(folder / "model.safetensors") | changes
+    tensors = load_file(folder / "model.safetensors") | changes
     kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    safetensors.save_file(kept, folder / "model.safetensors")
+    save_file(kept, folder / "model.safetensors")
 
 
 # --- Hugging Face ----------------------------------------------------------------
@@ -94,7 +93,7 @@ def test_what_is_written_is_what_was_read(name, dtype, tmp_path):
     model = load_llama(GOLDEN / name, param_dtype=dtype)
     save_llama(model, tmp_path / "new" / "folder")
     theirs, ours = (
-        safetensors.load_file(folder / "model.safetensors")
+        load_file(folder / "model.safetensors")
         for folder in (GOLDEN / name, tmp_path / "new" / "folder")
     )
     assert theirs.keys() == ours.keys()
@@ -139,12 +138,12 @@ def test_weights_that_cannot_be_written_leave_nothing(folder, tmp_path):
 
 def test_shards_are_read(folder):
     whole = load_llama(folder)
-    tensors = safetensors.load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     shards = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for shard in set(shards.values()):
         part = {name: x for name, x in tensors.items() if shards[name] == shard}
-        safetensors.save_file(part, folder / shard)
+        save_file(part, folder / shard)
     index = {"metadata": {}, "weight_map": shards}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_equal_parameters(load_llama(folder), whole)
@@ -241,9 +240,7 @@ def test_an_index_without_files_is_named(folder, text, rule):
 
 def test_a_tied_head_may_lie_in_the_file_if_it_is_the_embedding(tmp_path):
     folder = shutil.copytree(GOLDEN / "llama_tied", tmp_path / "model")
-    words = safetensors.load_file(folder / "model.safetensors")[
-        "model.embed_tokens.weight"
-    ]
+    words = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(folder, **{"lm_head.weight": words})
     assert_equal_parameters(load_llama(folder), load_llama(GOLDEN / "llama_tied"))
     edit_tensors(folder, **{"lm_head.weight": words + 1})

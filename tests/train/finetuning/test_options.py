@@ -10,8 +10,6 @@ import pretrain
 from tests.train.finetuning.runs import WORDS, refused, sentences
 from tokenizer import load_tokenizer
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("safetensors.numpy")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 GIVEN = ["--task", "cola", "--task-data", "x", "--weights", "y"]

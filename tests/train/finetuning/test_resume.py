@@ -15,8 +15,6 @@ from roberta_weights import load_roberta, save_roberta
 from tests.train.finetuning.runs import losses_of, prepared, refused, rows_of, run
 from tokenizer import load_tokenizer
 
-pytest.importorskip("tokenizers")
-pytest.importorskip("safetensors.numpy")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 

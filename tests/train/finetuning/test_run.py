@@ -6,6 +6,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import configs
 import finetune
@@ -23,8 +24,6 @@ from tests.train.finetuning.runs import (
     sentences,
 )
 
-pytest.importorskip("tokenizers")
-safetensors = pytest.importorskip("safetensors.numpy")
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
@@ -207,7 +206,7 @@ def test_masked_words_make_weights_that_fine_tuning_begins_with(
     assert load_roberta(weights).cfg.labels == 0
     given = ["--task", "sst2", "--task-data", str(sst2), "--weights", str(weights)]
     job = prepared([*given, "--method", "exact"])
-    trained = safetensors.load_file(weights / "model.safetensors")
+    trained = load_file(weights / "model.safetensors")
     np.testing.assert_array_equal(
         job.params["embed"]["embedding"],
         trained["roberta.embeddings.word_embeddings.weight"],

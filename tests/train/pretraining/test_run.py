@@ -71,7 +71,6 @@ def test_it_says_what_it_reads_and_where_it_writes(example):
 
 
 def test_curves_are_drawn(example):
-    pytest.importorskip("matplotlib")
     assert (example[0] / "curves.png").exists()
 
 
