@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.arrays import pinned
 from jaxcompact.choices import follow
-from jaxcompact.graph import Op, pinned
+from jaxcompact.graph import Op
 from jaxcompact.kinds import LINEAR_ALGEBRA
 from jaxcompact.program import Program
 from jaxcompact.recording import Recording

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxcompact.graph import Op, pinned
+from jaxcompact.arrays import pinned
+from jaxcompact.graph import Op
 
 _WINDOW = 64  # entries of the largest pooling window whose choice is taken
 

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from jaxcompact.arrays import is_float, is_inexact
 from jaxcompact.differences import narrow
-from jaxcompact.graph import Graph, Op, graph_of, is_float, is_inexact
+from jaxcompact.graph import Graph, Op, graph_of
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Mapping
 
-from jaxcompact.graph import Graph, Op, is_inexact
+from jaxcompact.arrays import is_inexact
+from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ADDITIONS
 
 _MOST = 4  # tensors that one of their size is made again of

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Set
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, behind, bodies, is_float
+from jaxcompact.arrays import is_float
+from jaxcompact.graph import Graph, Op, behind, bodies
 from jaxcompact.kinds import (
     ELEMENTWISE,
     EXPONENTIALS,

@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxcompact.arrays import is_inexact
 from jaxcompact.differences import is_square, narrow, pair
-from jaxcompact.graph import Graph, Op, bodies, is_inexact, state_of
+from jaxcompact.graph import Graph, Op, bodies, state_of
 from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
 
 # A small absolute error in what these read is a large one in what they make: at zero,

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from jaxcompact.arrays import is_inexact, on_host
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import is_inexact, on_host
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
 from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan

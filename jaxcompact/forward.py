@@ -8,8 +8,9 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxcompact.arrays import tie
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Op, graph_of, read, tie
+from jaxcompact.graph import Op, graph_of, read
 from jaxcompact.hoisting import Broadcasts
 from jaxcompact.norms import Norm, find_norms
 from jaxcompact.policy import Save

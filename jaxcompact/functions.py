@@ -3,7 +3,8 @@
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from jaxcompact.graph import Graph, Op, is_float
+from jaxcompact.arrays import is_float
+from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ELEMENTWISE, expensive
 
 

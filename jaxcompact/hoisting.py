@@ -17,7 +17,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, is_key, read, tie
+from jaxcompact.arrays import is_key, tie
+from jaxcompact.graph import Graph, Op, Value, read
 from jaxcompact.kinds import ELEMENTWISE, renames
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, bodies, is_float, state_of
+from jaxcompact.arrays import is_float
+from jaxcompact.graph import Graph, Op, Value, bodies, state_of
 from jaxcompact.kinds import EXPONENTIALS, LAYOUT, expensive, is_any
 from jaxcompact.solving import solves_for_state
 from jaxcompact.spans import Span, find_spans, is_large, span_of

@@ -16,16 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxcompact.graph import (
-    Graph,
-    Value,
-    is_inexact,
-    jitted,
-    made_of,
-    on_host,
-    read,
-    union,
-)
+from jaxcompact.arrays import is_inexact, jitted, on_host
+from jaxcompact.graph import Graph, Value, made_of, read, union
 
 
 class Outputs:
@@ -35,7 +27,7 @@ class Outputs:
         graph: the function.
         fixed: values made of parameters and constants alone.
         tree: structure of its outputs.
-        once: as of `graph.jitted`.
+        once: as of `arrays.jitted`.
 
     Attributes:
         inside: the function without these outputs.

@@ -21,7 +21,7 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad, batching, mlir
 
-from jaxcompact.graph import is_inexact, zeros
+from jaxcompact.arrays import is_inexact, zeros
 
 Mask = tuple[bool, ...]  # of the inputs, which move
 

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from jaxcompact.arrays import renewed
 from jaxcompact.choices import choices, choose
-from jaxcompact.graph import Graph, Op, Value, read, renewed
+from jaxcompact.graph import Graph, Op, Value, read
 from jaxcompact.kinds import BLOCKS, expensive
 from jaxcompact.program import Program
 from jaxcompact.rules import decided_before

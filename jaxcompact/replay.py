@@ -11,10 +11,11 @@ from functools import cached_property
 from itertools import compress
 from typing import Any
 
+from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward
 from jaxcompact.codecs import Codec
 from jaxcompact.forward import Forward
-from jaxcompact.graph import Graph, Op, graph_of, moving_values, on_host, renewed
+from jaxcompact.graph import Graph, Op, graph_of, moving_values
 from jaxcompact.policy import (
     Action,
     ChoosesActions,

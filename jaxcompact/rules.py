@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxcompact.arrays import is_inexact
 from jaxcompact.decisions import decided
-from jaxcompact.graph import graph_of, is_inexact, read
+from jaxcompact.graph import graph_of, read
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, loosened, on_host, read, tie
+from jaxcompact.arrays import on_host, tie
+from jaxcompact.graph import Graph, Op, loosened, read
 from jaxcompact.kernels.quantize.devices import mesh_of
 from jaxcompact.kinds import ELEMENTWISE, expensive, is_of_expensive, renames
 

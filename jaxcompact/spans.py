@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, is_float, on_host
+from jaxcompact.arrays import is_float, on_host
+from jaxcompact.graph import Graph, Op, Value
 from jaxcompact.kinds import LAYOUT, renames
 
 LARGE = 1e4  # what masks are filled with, or larger

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.arrays import on_host
 from jaxcompact.codecs import Codec, Quantized
-from jaxcompact.graph import graph_of, on_host
+from jaxcompact.graph import graph_of
 from jaxcompact.kernels import choice
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
 from jaxcompact.policy import Save

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxcompact.graph import Graph, Op, Value, is_inexact
+from jaxcompact.arrays import is_inexact
+from jaxcompact.graph import Graph, Op, Value
 from jaxcompact.kinds import ADDITIONS, BLOCKS
 
 _SUMS = ADDITIONS | {"convert_element_type", "neg"}

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
+from jaxcompact.arrays import is_inexact
 from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell, limit
 from jaxcompact.depth import find_deep
@@ -24,7 +25,7 @@ from jaxcompact.differences import (
 from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op, is_inexact
+from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
     NONLINEAR,

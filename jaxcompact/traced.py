@@ -7,20 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.arrays import barrier, is_inexact, jitted, renewed, zeros
 from jaxcompact.codecs import Quantized
 from jaxcompact.forward import held
-from jaxcompact.graph import (
-    Graph,
-    Op,
-    barrier,
-    graph_of,
-    is_inexact,
-    jitted,
-    joined,
-    read,
-    renewed,
-    zeros,
-)
+from jaxcompact.graph import Graph, Op, graph_of, joined, read
 from jaxcompact.loops import inputs_of_body, known_inside
 from jaxcompact.norms import Norm
 from jaxcompact.outputs import Outputs, even
@@ -41,7 +31,7 @@ class Traced:
         known: whether it is known which inputs are parameters.
         policy: chooses the actions.
         label: the function's name.
-        once: as of `graph.jitted`.
+        once: as of `arrays.jitted`.
         outputs: all of the function that a user gave, whose graph has some of them.
         labels: name of each input that is a parameter.
     """

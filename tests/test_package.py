@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Imports point to lower layers only. A new module of jaxcompact needs a place here.
 LAYERS = (
-    {"kernels"},
+    {"kernels", "arrays"},
     {"codecs", "graph", "paths", "memory", "reals"},
     {"projection", "kinds", "choices", "sources", "tensor"},
     {"differences", "hoisting", "sketched", "solving", "spans"},

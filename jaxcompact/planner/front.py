@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jax import checkpoint_policies as saves
 
+from jaxcompact.arrays import on_host
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import graph_of, on_host
+from jaxcompact.graph import graph_of
 from jaxcompact.memory.cards import Device, find_device, here
 from jaxcompact.planner.arguments import require_positive
 from jaxcompact.planner.effects import Sensitivity

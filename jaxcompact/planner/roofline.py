@@ -13,8 +13,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxcompact.arrays import on_host
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import Op, graph_of, on_host
+from jaxcompact.graph import Op, graph_of
 from jaxcompact.kernels.explicit import part
 from jaxcompact.kinds import REDUCTIONS, expensive
 from jaxcompact.memory.cards import Device

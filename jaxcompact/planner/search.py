@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact import policies
+from jaxcompact.arrays import is_inexact
 from jaxcompact.checkpoint import TRACERS, Params, as_tuple, checkpoint
 from jaxcompact.codecs import Codec
-from jaxcompact.graph import is_inexact
 from jaxcompact.memory.cards import find_device, here, present
 from jaxcompact.memory.functions import require_function
 from jaxcompact.memory.peak import gib, peak
