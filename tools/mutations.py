@@ -58,8 +58,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a state blown up is saved over the good one",
-        "train/pretrain.py",
-        "if step == steps or stop or not log.skipped:",
+        "train/runs.py",
+        "if last or stop or not log.skipped:",
         "if True:",
         "tests/train/pretraining/test_stops.py::"
         "test_batches_without_a_finite_loss_are_skipped_also_after_a_resume",

@@ -21,7 +21,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from folders import (
     compared,
     crc,
     find_start,
-    fingerprint,
     require_free,
     shape_bytes,
 )
@@ -56,7 +55,7 @@ from planning import Planner, Plans
 from readers import DataError
 from roberta import Examples
 from roberta_weights import load_roberta, read_config, save_roberta
-from runs import LESS, compile_step, in_turn, save_finite
+from runs import LESS, compile_step, end_step, in_turn, look_again
 from scores import SCORES
 from tasks import Splits, read_task
 from tokenizer import Tokenizer, load_tokenizer, special_ids
@@ -289,14 +288,11 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
     with checkpoints, log:
         for step in range(start + 1, steps + 1):
             batch = read_batch(config, data, step - 1)
-            if plans.looks_again(step - 1):
-                with log.paused(), jax.set_mesh(job.mesh):
-                    microbatch = jax.tree.map(lambda x: x[0], batch)
-                    plans, said = plans.again(step - 1, state.params, microbatch)
-                    log.say(f"step {step - 1}: {said}")
-                    if plans is not job.plans:
-                        job = replace(job, plans=plans, training=plans.training())
-                        train_step = compile_step(job)
+            if job.plans.looks_again(step - 1):
+                microbatch = jax.tree.map(lambda x: x[0], batch)
+                job, train_step = look_again(
+                    job, train_step, log, step - 1, state.params, microbatch
+                )
             batch = jax.device_put(batch, shardings)
             state, measured = train_step(state, batch)
             log.train(step, measured)
@@ -309,16 +305,10 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
                 held = summary.held_bytes(training, job.tokens_abt, microbatch)
                 whole = {"scores": scores, "tokens_per_second": log.speed} | held
                 summary.write(config.folder, whole)
-            stop = interrupt.received
-            if step % output.checkpoint_every == 0 or step == steps or stop:
-                with log.paused():
-                    # Amid skipped steps: it may be the state that broke them.
-                    if step == steps or stop or not log.skipped:
-                        run, plan = fingerprint(job.fixed), plans.seal()
-                        save_finite(checkpoints, step, state, run=run, plan=plan)
-            if stop:
-                log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
-                return 128 + stop
+            last, stop = step == steps, interrupt.received
+            code = end_step(job, checkpoints, log, step, state, last=last, stop=stop)
+            if code:
+                return code
     if output.export:
         export(job, state, data)
     return 0

@@ -20,7 +20,7 @@ import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -38,13 +38,13 @@ import summary
 from checkpoint import Checkpoints
 from data import Dataset
 from data import prepare as prepare_data
-from folders import begin_folder, compared, find_start, fingerprint, require_free
+from folders import begin_folder, compared, find_start, require_free
 from hosts import Interrupt
 from metrics import Log
 from planning import Planner, Plans
 from pretrain_options import Config
 from pretrained import Pretrained
-from runs import LESS, compile_step, in_turn, save_finite
+from runs import LESS, compile_step, end_step, in_turn, look_again
 from training import State, Training, warmup_cosine
 
 
@@ -227,14 +227,11 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
     )
     with checkpoints, log:
         for step in range(start + 1, steps + 1):
-            if plans.looks_again(step - 1):
-                with log.paused(), jax.set_mesh(job.mesh):
-                    batch = read_batch(config, dataset, step - 1)[0]
-                    plans, said = plans.again(step - 1, state.params, batch)
-                    log.say(f"step {step - 1}: {said}")
-                    if plans is not job.plans:
-                        job = replace(job, plans=plans, training=plans.training())
-                        train_step = compile_step(job)
+            if job.plans.looks_again(step - 1):
+                batch = read_batch(config, dataset, step - 1)[0]
+                job, train_step = look_again(
+                    job, train_step, log, step - 1, state.params, batch
+                )
             state, measured = train_step(state, device_batch(job, dataset, step - 1))
             log.train(step, measured)
             if step % output.eval_every == 0 or step == steps:
@@ -244,16 +241,10 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
             # Before the checkpoint that says that all is done.
             if step == steps and hosts.is_first():
                 summary.write(config.folder, summarize(job, loss, log.speed))
-            stop = interrupt.agreed()
-            if step % output.checkpoint_every == 0 or step == steps or stop:
-                with log.paused():
-                    # Amid skipped steps: it may be the state that broke them.
-                    if step == steps or stop or not log.skipped:
-                        run, plan = fingerprint(job.fixed), plans.seal()
-                        save_finite(checkpoints, step, state, run=run, plan=plan)
-            if stop:
-                log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
-                return 128 + stop
+            last, stop = step == steps, interrupt.agreed()
+            code = end_step(job, checkpoints, log, step, state, last=last, stop=stop)
+            if code:
+                return code
     if output.export:
         export(job, state, dataset)
     return 0

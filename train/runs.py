@@ -1,22 +1,24 @@
-"""How runs are run: one after another, until one is stopped; the compiled step.
+"""How runs are run: one after another, until one is stopped; what both do in a step.
 
 A job is the `Job` of pretrain or finetune; of its ``config`` the folder, the method and
 the output are read here.
 """
 
 import logging
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
 import hosts
 from checkpoint import CheckpointError, Checkpoints
-from folders import told
-from metrics import NotFinite
+from folders import fingerprint, told
+from metrics import Log, NotFinite
 from readers import DataError
 from training import State, all_finite
 
@@ -76,13 +78,46 @@ def compile_step(job: Any) -> Callable:
     return compiled
 
 
+def look_again(
+    job: Any, step: Callable, log: Log, done: int, params: Any, microbatch: Any
+) -> tuple[Any, Callable]:
+    """The job and its step after so many updates, under another plan where it errs."""
+    with log.paused(), jax.set_mesh(job.mesh):
+        plans, said = job.plans.again(done, params, microbatch)
+        log.say(f"step {done}: {said}")
+        if plans is job.plans:
+            return job, step
+        job = replace(job, plans=plans, training=plans.training())
+        return job, compile_step(job)
+
+
 _all_finite = jax.jit(all_finite)
 
 
-def save_finite(
-    checkpoints: Checkpoints, step: int, state: State, **sealed: Any
-) -> None:
+def save(job: Any, checkpoints: Checkpoints, step: int, state: State) -> None:
     """Raises NotFinite for a state that must not be gone on from."""
     if not _all_finite(state):
         raise NotFinite(f"the state of step {step} is not finite")
-    checkpoints.save(step, state, **sealed)
+    checkpoints.save(step, state, run=fingerprint(job.fixed), plan=job.plans.seal())
+
+
+def end_step(
+    job: Any,
+    checkpoints: Checkpoints,
+    log: Log,
+    step: int,
+    state: State,
+    *,
+    last: bool,
+    stop: signal.Signals | None,
+) -> int:
+    """Saves where that is due; the exit code of a run that is to stop, else 0."""
+    if step % job.config.output.checkpoint_every == 0 or last or stop:
+        with log.paused():  # which knows of the last steps by then
+            # Amid skipped steps: it may be the state that broke them.
+            if last or stop or not log.skipped:
+                save(job, checkpoints, step, state)
+    if not stop:
+        return 0
+    log.say(f"{stop.name}: saving step {step}; --resume goes on from there")
+    return 128 + stop
