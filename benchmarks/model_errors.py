@@ -76,7 +76,7 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
 
     @jax.jit
     def backward(kept, stored):
-        return vector(plan.backward(kept, stored, plan.active(cts)))
+        return vector(list(plan.pull(kept, stored, cts).values()))
 
     start = backward(kept, stored)
 

@@ -1,9 +1,13 @@
 """The backward pass of a recording: a replay with what is stored in its place."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from jaxcompact.arrays import pinned
 from jaxcompact.choices import follow
@@ -15,6 +19,27 @@ from jaxcompact.sources import Choice, Residual, Slope, Source
 
 # A norm that, made again, is so many times smaller is of a row that decoded to zero.
 _SHRUNK = 16
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A backward pass that is cut to what some outputs take.
+
+    Attributes:
+        program: gives the cotangents of the inputs ``wrt``.
+        wrt: numbers of inputs.
+        inputs: which of the inputs it reads.
+        stored: which of what is stored.
+        derived: which of what is made of parameters alone.
+        cts: which of the cotangents.
+    """
+
+    program: Program
+    wrt: list[int]
+    inputs: list[bool]
+    stored: list[bool]
+    derived: list[bool]
+    cts: list[bool]
 
 
 class Backward:
@@ -32,17 +57,23 @@ class Backward:
         self.recording, self.lossy = recording, lossy
 
     def cut(
-        self, stored: list[Source], derived: list[Source], made_again: set[Op]
-    ) -> tuple[Program, tuple[list[bool], ...]]:
-        """The program, and what it reads of inputs, stored, derived and cotangents.
+        self,
+        stored: list[Source],
+        derived: list[Source],
+        made_again: set[Op],
+        live: Sequence[int],
+    ) -> "Cut":
+        """The backward pass of some outputs.
 
         Args:
             stored: what there is beside the inputs.
             derived: what is made of parameters alone.
             made_again: blocks that run again.
+            live: the outputs that have a cotangent, of ``recording.active``. Of the
+                others nothing is differentiated: a zero times what is infinite is none.
         """
         recording, graph = self.recording, self.recording.graph
-        wrt, active = recording.wrt, recording.active
+        wrt = recording.reached(live)
         count = len(graph.inputs), len(stored), len(derived)
 
         def backward(*args):
@@ -59,7 +90,7 @@ class Backward:
                     return self._run(op, values, env, pins, made_again)
 
                 env = graph.run(filled, rule)
-                return [env[graph.outputs[i]] for i in active]
+                return [env[graph.outputs[i]] for i in live]
 
             moving = tuple(inputs[i] for i in wrt)
             # As `jax.vjp` would, in half the time.
@@ -72,12 +103,12 @@ class Backward:
             backward,
             *(graph.avals[v] for v in graph.inputs),
             *(recording.avals[s] for s in [*stored, *derived]),
-            *(graph.avals[graph.outputs[i]].to_ct_aval() for i in active),
+            *(graph.avals[graph.outputs[i]].to_ct_aval() for i in live),
         )
-        backward, used = program.cut([True] * len(wrt))
+        program, used = program.cut([True] * len(wrt))
         inputs, used = used[: count[0]], used[count[0] :]
         values, used = used[: count[1]], used[count[1] :]
-        return backward, (inputs, values, used[: count[2]], used[count[2] :])
+        return Cut(program, wrt, inputs, values, used[: count[2]], used[count[2] :])
 
     def _run(
         self, op: Op, values: list[Any], env: dict, pins: dict, made_again: set[Op]
@@ -122,12 +153,16 @@ class Backward:
         def block(moving, outs, leaves):
             return outs
 
+        def forward(*args):
+            _, outs, leaves = jax.tree.map(lambda primal: primal.value, args)
+            return outs, leaves
+
         def backward(leaves, cts):
             pairs = zip(cts, op.outs, strict=True)
-            moved = [ct for ct, v in pairs if recording.moves(v)]
+            moved = [_none(ct) for ct, v in pairs if recording.moves(v)]
             return list(jax.tree.unflatten(tree, leaves)(moved)), None, None
 
-        block.defvjp(lambda moving, outs, leaves: (outs, leaves), backward)
+        block.defvjp(forward, backward, symbolic_zeros=True)
         pairs = zip(values, op.ins, strict=True)
         moving = [value for value, v in pairs if recording.moves(v)]
         return block(moving, outs, leaves)
@@ -143,6 +178,11 @@ class Backward:
             # It fits the rows that were made again, but where nothing is left of them.
             stored = jnp.where(abs(out) >= abs(stored) / _SHRUNK, out, stored)
         return pinned(stored, out) if self.recording.moves(value) else stored
+
+
+def _none(ct: Any) -> Any:
+    """As `jax.vjp` takes no cotangent at all: of an output that nothing reads."""
+    return ad.Zero(ct.aval) if isinstance(ct, SymbolicZero) else ct
 
 
 @jax.custom_jvp

@@ -51,7 +51,9 @@ def checkpoint(
     goes into jitted functions, scans and branches, with other inputs differentiated at
     each use. ``fun`` may read the axis name of a vmap or a `jax.shard_map` around it,
     as for a mean over examples. Arrays that it closes over may be others at the next
-    trace, not within one (`jax.jit` keeps the first).
+    trace, not within one (`jax.jit` keeps the first). Outputs that nothing reads which
+    is differentiated, as metrics or a module's state, cost no backward pass and, under
+    jit, no memory.
     Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that

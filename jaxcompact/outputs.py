@@ -8,7 +8,7 @@ the backward pass), and all other outputs are seen to read what any of them read
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.arrays import is_inexact, jitted, on_host
-from jaxcompact.graph import Graph, Value, made_of, read, union
+from jaxcompact.graph import Graph, Value, graph_of, made_of, read, union
 
 
 class Outputs:
@@ -98,6 +98,52 @@ def even(
         return jax.lax.select_n(jnp.zeros((), bool), out, other)
 
     return [evened(out) if i in uneven else out for i, out in enumerate(outs)]
+
+
+def undifferentiable(
+    graph: Graph, perturbed: Sequence[bool]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Outputs that JAX finds to be made of none of these inputs, and those that it
+    can't differentiate, as what a `while_loop` sums up."""
+    avals = [graph.avals[v] for v in graph.inputs]
+    moving = [*compress(avals, perturbed)]
+
+    def output(i, inputs, moving):
+        given = iter(moving)
+        pairs = zip(inputs, perturbed, strict=True)
+        mixed = [next(given) if moves else x for x, moves in pairs]
+        env = graph.run(mixed, lambda op, values, _: op.bind(*values))
+        return env[graph.outputs[i]]
+
+    def tangent(i, inputs, tangents):
+        of = partial(output, i, inputs)
+        return jax.jvp(of, ([*compress(inputs, perturbed)],), (tangents,))[1]
+
+    def gradient(i, inputs):
+        of = partial(output, i, inputs)
+        out, backward = jax.vjp(of, [*compress(inputs, perturbed)])
+        return backward(jnp.zeros_like(out))
+
+    still, refused = set(), set()
+    for i, v in enumerate(graph.outputs):
+        if not isinstance(v, int) or not is_inexact(graph.avals[v]):
+            continue
+        try:
+            found = graph_of(jax.make_jaxpr(partial(tangent, i))(avals, moving))
+            tangents = found.inputs[len(found.inputs) - len(moving) :]
+            if not union(_read_by(found, dict.fromkeys(tangents, 1))):
+                still.add(i)
+            else:
+                jax.eval_shape(partial(gradient, i), avals)
+        except Exception:  # whatever a rule of the user's may raise
+            refused.add(i)
+    return frozenset(still), frozenset(refused)
+
+
+def _read_by(graph: Graph, inputs: dict[int, int]) -> list[int]:
+    """Which of these inputs each output is made of, as bits."""
+    found = made_of(graph, inputs)
+    return [found[v] for v in graph.outputs if isinstance(v, int)]
 
 
 def _cut(graph: Graph, outputs: list[Value]) -> Graph:

@@ -21,7 +21,7 @@ from jax.extend.core import (
 )
 from jax.interpreters import ad, batching, mlir
 
-from jaxcompact.arrays import is_inexact, zeros
+from jaxcompact.arrays import is_inexact
 
 Mask = tuple[bool, ...]  # of the inputs, which move
 
@@ -145,8 +145,13 @@ def _batched(axis, operands, dims, *, count, pullback, avals, label):
     many = tuple(unmapped_aval(axis.size, 0, aval, mesh_axis) for aval in avals)
 
     def of_all(stored, cts):
-        cts = [instantiated(ct) for ct in cts]
-        found = mapped(pullback, in_axes=(list(places), 0))(list(stored), cts)
+        given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, SymbolicZero)}
+
+        def of_one(stored, given):
+            every = enumerate(map(SymbolicZero, avals))
+            return pullback(stored, [given.get(i, zero) for i, zero in every])
+
+        found = mapped(of_one, in_axes=(list(places), 0))(list(stored), given)
         return [
             ct.sum(0, dtype=ct.dtype) if ct is not None and alike else ct
             for ct, alike in zip(found, shared, strict=True)
@@ -164,7 +169,3 @@ def _batched(axis, operands, dims, *, count, pullback, avals, label):
 
 
 batching.fancy_primitive_batchers[_linear] = _batched
-
-
-def instantiated(ct: Any) -> jax.Array:
-    return zeros(ct.aval) if isinstance(ct, SymbolicZero) else ct

@@ -1,6 +1,7 @@
 """The forward pass of a traced function with all that may be stored of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.arrays import renewed
 from jaxcompact.choices import choices, choose
-from jaxcompact.graph import Graph, Op, Value, read
+from jaxcompact.graph import Graph, Op, Value, moving_values, read
 from jaxcompact.kinds import BLOCKS, expensive
 from jaxcompact.program import Program
 from jaxcompact.rules import decided_before
@@ -50,6 +51,13 @@ class Recording:
         self.active = [i for i, v in enumerate(graph.outputs) if self.moves(v)]
         self._trace()
         self._find_links()
+
+    def reached(self, live: Sequence[int]) -> list[int]:
+        """Which of the inputs ``wrt`` these outputs are differentiated by."""
+        outputs = [self.graph.outputs[i] for i in live]
+        perturbed = [v in self.moving for v in self.graph.inputs]
+        moving = moving_values(replace(self.graph, outputs=outputs), perturbed)
+        return [i for i in self.wrt if self.graph.inputs[i] in moving]
 
     def moves(self, value: Value) -> bool:
         return isinstance(value, int) and value in self.moving

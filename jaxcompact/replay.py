@@ -5,14 +5,14 @@ replays it with these in their places. What they make unnecessary is dead code, 
 matrix products among it, and is cut off; what the rest does not read is not stored.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import compress
 from typing import Any
 
 from jaxcompact.arrays import on_host, renewed
-from jaxcompact.backward import Backward
+from jaxcompact.backward import Backward, Cut
 from jaxcompact.codecs import Codec
 from jaxcompact.forward import Forward
 from jaxcompact.graph import Graph, Op, graph_of, moving_values
@@ -54,6 +54,7 @@ class Replay:
         policy: chooses the actions.
         bind: what an operation makes, if it is to be differentiated as a whole.
         prefix: put before the tensors' names.
+        apart: outputs that are not to be differentiated.
 
     Attributes:
         tensors: what the policy sees of the graph's values.
@@ -62,7 +63,8 @@ class Replay:
         slots: what is stored beside inputs that are kept as they are.
         kept: inputs that are kept as they are.
         forward: the outputs, and what is stored.
-        backward: of what is stored, the cotangents of the differentiated inputs.
+        cut: of some outputs, the backward pass: of what is stored, and of their
+            cotangents, those of the inputs.
     """
 
     def __init__(
@@ -75,11 +77,13 @@ class Replay:
         policy: ChoosesActions,
         bind: Callable[[Op, list[Any]], list[Any]],
         prefix: str = "",
+        apart: Collection[int] = (),
     ):
         self.graph, self.policy, self.perturbed = graph, policy, perturbed
         self.keep, self.prefix = keep, prefix
         statistics = getattr(policy, "statistics", False)
-        self.moving = moving_values(graph, perturbed)
+        outputs = [v for i, v in enumerate(graph.outputs) if i not in apart]
+        self.moving = moving_values(replace(graph, outputs=outputs), perturbed)
         self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
         self.slopes = {
@@ -141,16 +145,22 @@ class Replay:
             if isinstance(s, Residual) and s.op not in made_again
         ]
         backward = Backward(self.recording, self.lossy)
-        self.backward, (inputs, values, derived_used, self.cts_used) = backward.cut(
-            stored, derived, made_again
-        )
-        if hasattr(self.policy, "probe"):
-            # Noise in what has no gradient moves those of others.
-            self.backward = self.backward.without("stop_gradient")
+
+        @cache
+        def cut(live: tuple[int, ...]) -> Cut:
+            found = backward.cut(stored, derived, made_again, live)
+            if hasattr(self.policy, "probe"):
+                # Noise in what has no gradient moves those of others.
+                program = found.program.without("stop_gradient")
+                found = replace(found, program=program)
+            return found
+
+        self.cut, self.may_store, self.may_derive = cut, stored, derived
+        whole = cut(tuple(self.recording.active))
         self._assign(
-            inputs,
-            [*compress(stored, values)],
-            [*compress(derived, derived_used)],
+            whole.inputs,
+            [*compress(stored, whole.stored)],
+            [*compress(derived, whole.derived)],
         )
 
     @cached_property
@@ -167,11 +177,13 @@ class Replay:
         stored = [*values, *(s for s in residuals if s not in recording.fixed)]
         derived: list[Source] = [s for s in residuals if s in recording.fixed]
         derived += [Slope(v) for v in self.slopes]
-        program, used = Backward(recording, self.lossy).cut(stored, derived, set())
-        each = zip((graph.inputs, stored, derived), used[:3], strict=True)
+        backward = Backward(recording, self.lossy)
+        cut = backward.cut(stored, derived, set(), recording.active)
+        used = cut.inputs, cut.stored, cut.derived
+        each = zip((graph.inputs, stored, derived), used, strict=True)
         sources = [s for sources, mask in each for s in compress(sources, mask)]
-        whole = graph_of(program.jaxpr)
-        return replace(whole, inputs=whole.inputs[len(program.consts) :]), sources
+        whole, count = graph_of(cut.program.jaxpr), len(cut.program.consts)
+        return replace(whole, inputs=whole.inputs[count:]), sources
 
     def _assign(
         self, inputs: list[bool], stored: list[Source], derived: list[Source]
@@ -197,8 +209,8 @@ class Replay:
         all_, none = ([x] * len(graph.outputs) for x in (True, False))
         made = [slot.source for slot in self.slots]
         forward, reads, order = self._cut(all_, made)
-        self.derive, self.derive_reads, self.derived = self._cut(none, derived)
-        self.inputs_read = inputs
+        self.derive, self.derive_reads, order_derived = self._cut(none, derived)
+        self.derived = dict(zip(derived, order_derived, strict=True))
         self.kept = sorted({*kept, *compress(range(len(inputs)), self.derive_reads)})
         actions = [slot.action for slot in self.slots]
         self.forward = Forward(
@@ -217,20 +229,26 @@ class Replay:
         return program, reads, [place[s] for s in sources]
 
     def run_backward(
-        self, kept: Sequence[Any], values: Sequence[Any], cts: Sequence[Any]
+        self,
+        live: tuple[int, ...],
+        kept: Sequence[Any],
+        values: Sequence[Any],
+        cts: Sequence[Any],
     ) -> list[Any]:
-        """The cotangents of the differentiated inputs, ``recording.wrt``."""
+        """The cotangents of the inputs that these outputs reach, ``cut(live).wrt``."""
         inputs = dict(zip(self.kept, kept, strict=True))
         index = {v: i for i, v in enumerate(self.graph.inputs)}
-        stored = []
+        stored = {}
         for slot, value in zip(self.slots, values, strict=True):
             if slot.source in index:
                 inputs[index[slot.source]] = value
             else:
-                stored.append(value)
-        count = range(len(self.graph.inputs))
+                stored[slot.source] = value
+        count, cut = range(len(self.graph.inputs)), self.cut(live)
         read = (inputs[i] for i in compress(count, self.derive_reads))
         derived = self.derive.call(*map(renewed, read))
-        args = [inputs[i] for i in compress(count, self.inputs_read)]
-        args += [*stored, *(derived[i] for i in self.derived)]
-        return self.backward.call_in_order(args, [*compress(cts, self.cts_used)])
+        args = [inputs[i] for i in compress(count, cut.inputs)]
+        args += [stored[s] for s in compress(self.may_store, cut.stored)]
+        names = compress(self.may_derive, cut.derived)
+        args += [derived[self.derived[s]] for s in names]
+        return cut.program.call_in_order(args, [*compress(cts, cut.cts)])

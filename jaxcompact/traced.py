@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.arrays import barrier, is_inexact, jitted, renewed, zeros
 from jaxcompact.codecs import Quantized
@@ -13,9 +14,9 @@ from jaxcompact.forward import held
 from jaxcompact.graph import Graph, Op, graph_of, joined, read
 from jaxcompact.loops import inputs_of_body, known_inside
 from jaxcompact.norms import Norm
-from jaxcompact.outputs import Outputs, even
+from jaxcompact.outputs import Outputs, even, undifferentiable
 from jaxcompact.policy import ChoosesActions
-from jaxcompact.pullbacks import Mask, differentiable, instantiated
+from jaxcompact.pullbacks import Mask, differentiable
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
 from jaxcompact.stores import Store
@@ -65,12 +66,25 @@ class Traced:
     def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
         if perturbed not in self.plans:
             self._require_sizes()
-            plan = self.plans[perturbed] = Plan(self, perturbed)
+            plan = self.plans[perturbed] = self._planned(perturbed)
             if not self.prefix:
                 self._require_matches(plan, perturbed)
                 # A planner's policy asks for the blocks that are traced under it.
                 getattr(self.policy, "note", lambda plan: None)(plan)
         return self.plans[perturbed]
+
+    def _planned(self, perturbed: tuple[bool, ...]) -> "Plan":
+        try:
+            return Plan(self, perturbed)
+        except Exception as error:
+            still, refused = undifferentiable(self.graph, perturbed)
+            if not still and not refused:
+                raise
+            error.add_note(
+                f"checkpoint of {self.label!r}: something that is differentiated reads "
+                f"an output that can't be; it may read jax.lax.stop_gradient of it"
+            )
+            return Plan(self, perturbed, still, refused, error)
 
     def under(self, policy: ChoosesActions) -> "Traced":
         """The same function under another policy."""
@@ -144,10 +158,25 @@ class Traced:
 
 
 class Plan:
-    """A `Replay` with its codecs: what one pass of differentiation runs."""
+    """A `Replay` with its codecs: what one pass of differentiation runs.
 
-    def __init__(self, traced: Traced, perturbed: tuple[bool, ...]):
-        self.traced = traced
+    Args:
+        traced: the function.
+        perturbed: which of its inputs are differentiated.
+        still: outputs that JAX finds to be made of none of these.
+        refused: outputs that JAX can't differentiate: for a cotangent of theirs it
+            raises ``error``.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        perturbed: tuple[bool, ...],
+        still: frozenset[int] = frozenset(),
+        refused: frozenset[int] = frozenset(),
+        error: Exception | None = None,
+    ):
+        self.traced, self.refused, self.error = traced, refused, error
         self.replay = Replay(
             traced.graph,
             traced.names,
@@ -157,11 +186,12 @@ class Plan:
             traced.policy,
             traced.bind,
             traced.prefix,
+            still | refused,
         )
         self.stores = [Store.of(slot, self.replay) for slot in self.replay.slots]
         self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
         self.forward = jitted(self._forward, traced.once)
-        self.backward = jitted(self._backward, traced.once)
+        self.backward = functools.cache(self._jitted_backward)
 
     def names(self) -> set[str]:
         """All candidates' names, those of the bodies of loops included."""
@@ -178,9 +208,26 @@ class Plan:
         plans = [b.plans[max(b.plans, key=sum)] for b in bodies if b.plans]
         return [plan for each in plans for plan in (each, *each.inner())]
 
-    def active(self, cts: Sequence[Any]) -> list[jax.Array]:
-        """The cotangents that the backward pass takes, of all outputs'."""
-        return [instantiated(cts[i]) for i in self.replay.recording.active]
+    def pull(
+        self, kept: Sequence[Any], stored: Sequence[Any], cts: Sequence[Any]
+    ) -> dict[int, Any]:
+        """The cotangents of the inputs that outputs with a cotangent reach."""
+        live = self.live(cts)
+        moved = self.backward(live)(kept, stored, [cts[i] for i in live])
+        return dict(zip(self.replay.cut(live).wrt, moved, strict=True))
+
+    def live(self, cts: Sequence[Any]) -> tuple[int, ...]:
+        """The outputs that something reads which is differentiated."""
+        live = [i for i, ct in enumerate(cts) if not isinstance(ct, SymbolicZero)]
+        if not self.refused.isdisjoint(live):
+            raise self.error
+        return tuple(i for i in live if i in self.replay.recording.active)
+
+    def _jitted_backward(self, live: tuple[int, ...]) -> Callable:
+        def backward(kept, stored, cts):
+            return self._backward(live, kept, stored, cts)
+
+        return jitted(backward, self.traced.once)
 
     def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
@@ -246,14 +293,14 @@ class Plan:
         pairs = zip(stores, encoded, strict=True)
         return [y], [store.leaves_of(e) for store, e in pairs]
 
-    def _backward(self, kept, stored, cts) -> list[Any]:
+    def _backward(self, live, kept, stored, cts) -> list[Any]:
         kept, stored = renewed((kept, stored))
         if self.traced.prevent_cse:
             # Or XLA decodes early, and drops a copy to the host that is copied back.
             kept, stored, cts = barrier((kept, stored, cts))
         pairs = zip(self.stores, stored, strict=True)
         values = [store.later(leaves) for store, leaves in pairs]
-        return self.replay.run_backward(kept, values, cts)
+        return self.replay.run_backward(live, kept, values, cts)
 
 
 # --- differentiation -------------------------------------------------------------
@@ -269,8 +316,7 @@ def _forward(traced: Traced, mask: Mask, inputs: list[Any]) -> tuple[list[Any], 
 def _backward(traced: Traced, mask: Mask, residuals: Any, cts: list[Any]) -> list[Any]:
     kept, stored = residuals
     plan = traced.plan(traced.split(mask)[0])
-    moved = plan.backward(kept, stored, plan.active(cts))
-    found = dict(zip(plan.replay.recording.wrt, moved, strict=True))
+    found = plan.pull(kept, stored, cts)
     return [found.get(i) for i in range(len(mask))]
 
 
@@ -304,22 +350,21 @@ def _backward_of_one(
     branches: tuple[Traced, ...], mask: Mask, residuals: Any, cts: list[Any]
 ) -> list[Any]:
     index, inputs, stored = residuals
-    wrt = [i for i, moves in enumerate(mask[1:]) if moves]
+    plans = [branch.plan(mask[1:]) for branch in branches]
+    given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, SymbolicZero)}
+    wrt = sorted({k for p in plans for k in p.replay.cut(p.live(cts)).wrt})
 
     def branch(i):
-        plan = branches[i].plan(mask[1:])
-
-        def backward(inputs, stored, cts):
-            kept = [inputs[k] for k in plan.replay.kept]
-            moved = plan.backward(kept, stored[i], plan.active(cts))
-            found = dict(zip(plan.replay.recording.wrt, moved, strict=True))
+        def backward(inputs, stored, given):
+            kept = [inputs[k] for k in plans[i].replay.kept]
+            every = [given.get(k, ct) for k, ct in enumerate(cts)]
+            found = plans[i].pull(kept, stored[i], every)
             return [found[k] if k in found else jnp.zeros_like(inputs[k]) for k in wrt]
 
         return backward
 
     functions = list(map(branch, range(len(branches))))
-    cts = list(map(instantiated, cts))
-    moved = jax.lax.switch(index, functions, inputs, stored, cts)
+    moved = jax.lax.switch(index, functions, inputs, stored, given)
     found = dict(zip(wrt, moved, strict=True))
     return [None, *(found.get(i) for i in range(len(inputs)))]
 

@@ -65,6 +65,20 @@ MUTATIONS = [
         "test_batches_without_a_finite_loss_are_skipped_also_after_a_resume",
     ),
     Mutation(
+        "a block's outputs that nothing reads get zeros for cotangents",
+        "jaxcompact/backward.py",
+        "moved = [_none(ct) for",
+        "moved = [ad.instantiate_zeros(_none(ct)) for",
+        "tests/checkpoint/test_unread.py::test_a_slope_that_is_infinite",
+    ),
+    Mutation(
+        "what JAX can't differentiate is an error though nothing reads it",
+        "jaxcompact/traced.py",
+        "if not still and not refused:",
+        "if True:",
+        "tests/checkpoint/test_unread.py::test_what_has_no_gradient",
+    ),
+    Mutation(
         "modules that are checkpointed are compiled each time they are called",
         "jaxcompact/linen.py",
         "pure.place_of, pure.once = _place_of, True",

@@ -1,0 +1,231 @@
+"""Outputs that nothing reads which is differentiated: metrics, statistics, states.
+
+As in `jax.checkpoint` no zeros take their way through them: zero times what is infinite
+is none, and what JAX can't differentiate is no matter.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxcompact as jc
+from jaxcompact import linen as clinen
+from jaxcompact import nnx as cnnx
+
+POLICIES = [jc.Policy(), jc.policies.int8()]
+policies = pytest.mark.parametrize("policy", POLICIES, ids=["recompute", "int8"])
+# 8 bits: what is rounded is off by 0.4 % of its group's largest entry at most.
+BOUND = dict(zip(POLICIES, (1e-5, 0.02), strict=True))
+W = jax.random.normal(jax.random.key(0), (64, 64)) / 8
+X = jax.random.normal(jax.random.key(1), (4, 16, 64))
+
+
+def block(w, x):
+    return jnp.tanh(x @ w)
+
+
+def steep(w, x):
+    """The norm's slope at zero is infinite."""
+    y = block(w, x)
+    return y, jnp.linalg.norm(0 * y)
+
+
+def checkpointed(fun, policy):
+    return jc.checkpoint(fun, policy=policy, params=0)
+
+
+def near(found, exact, bound=1e-5):
+    """To float32's rounding, of sums in another order."""
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound * jnp.abs(b).max())
+
+
+def mapped(fun):
+    return lambda w, x: jax.vmap(fun, (None, 0))(w, x)
+
+
+def scanned(fun):
+    def call(w, x):
+        def layer(x, w):
+            y, norm = fun(w, x)
+            return y, norm
+
+        return jax.lax.scan(layer, x, jnp.stack([w, w]))
+
+    return call
+
+
+def branched(fun):
+    return lambda w, x: jax.lax.cond(w[0, 0] < 9, fun, lambda w, x: (x, 0.0), w, x)
+
+
+@policies
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda fun, policy: checkpointed(fun, policy),
+        lambda fun, policy: mapped(checkpointed(fun, policy)),
+        lambda fun, policy: scanned(checkpointed(fun, policy)),
+        lambda fun, policy: branched(checkpointed(fun, policy)),
+        lambda fun, policy: checkpointed(mapped(fun), policy),
+        lambda fun, policy: checkpointed(scanned(fun), policy),
+        lambda fun, policy: checkpointed(branched(fun), policy),
+    ],
+    ids=["alone", "vmap", "scan", "cond", "of vmap", "of scan", "of cond"],
+)
+def test_a_slope_that_is_infinite(around, policy):
+    def gradient(fun):
+        return jax.jit(jax.grad(lambda w: jnp.sum(around(fun, policy)(w, X)[0] ** 2)))
+
+    found = gradient(steep)(W)
+    assert np.isfinite(found).all()
+    without = gradient(lambda w, x: (block(w, x), jnp.zeros(())))(W)
+    near(found, without)
+
+
+@policies
+def test_it_costs_what_its_forward_pass_costs(policy):
+    """As what `stop_gradient` is of: no product backwards, nothing stored for them."""
+
+    def layer(stop, w, x):
+        y = block(w, x)
+        seen = jax.lax.stop_gradient((w, y)) if stop else (w, y)
+        return y, jnp.mean(block(*seen))
+
+    def cost(stop):
+        fun = scanned(checkpointed(partial(layer, stop), policy))
+        gradient = jax.grad(lambda w: jnp.sum(fun(w, X)[0]), has_aux=False)
+        compiled = jax.jit(gradient).lower(W).compile()
+        memory = compiled.memory_analysis().temp_size_in_bytes
+        return compiled.cost_analysis()["flops"], memory
+
+    flops, memory = cost(stop=False)
+    with_stop, memory_with_stop = cost(stop=True)
+    assert flops <= 1.01 * with_stop and memory <= 1.01 * memory_with_stop
+
+
+def solved(w, x):
+    """An equilibrium; how far from it the loop has ended is for the log."""
+
+    def step(carry):
+        _, z, _ = carry
+        new = jnp.tanh(z @ w / 2 + x)
+        return carry[0] + 1, new, jnp.abs(new - z).max()
+
+    start = 0, jnp.zeros_like(x), jnp.float32(jnp.inf)
+    _, z, left = jax.lax.while_loop(lambda c: (c[2] > 1e-3) & (c[0] < 9), step, start)
+    return jnp.tanh(jax.lax.stop_gradient(z) @ w), left
+
+
+def counted(w, x):
+    """A state that is made of nothing that is differentiated, in such a loop."""
+    y = block(w, x)
+    count, z = jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] / 2), (0 * x[0, 0, 0], y)
+    )
+    return y + jax.lax.stop_gradient(z), count
+
+
+@jax.custom_vjp
+def without_rule(y):
+    return jnp.mean(y)
+
+
+def _refuse(*_):
+    raise NotImplementedError("a metric has no gradient")
+
+
+without_rule.defvjp(lambda y: (jnp.mean(y), None), _refuse)
+
+
+def measured(w, x):
+    y = block(w, x)
+    return y, without_rule(y)
+
+
+@policies
+@pytest.mark.parametrize("fun", [solved, counted, measured])
+def test_what_has_no_gradient(fun, policy):
+    def gradient(fun):
+        return jax.grad(lambda w: jnp.sum(fun(w, X)[0] ** 2))(W)
+
+    exact, found = gradient(fun), gradient(checkpointed(fun, policy))
+    near(found, exact, BOUND[policy])
+
+
+@policies
+@pytest.mark.parametrize(
+    ("fun", "error"), [(solved, ValueError), (measured, NotImplementedError)]
+)
+def test_that_is_said_where_something_reads_it(fun, error, policy):
+    small = checkpointed(fun, policy)
+    with pytest.raises(error) as raised:
+        jax.grad(lambda w: sum(map(jnp.sum, small(w, X))))(W)
+    assert f"checkpoint of {fun.__name__!r}" in "".join(raised.value.__notes__)
+
+
+def read(outputs, fun):
+    """The gradient of what is made of some of the outputs."""
+    return jax.grad(lambda w: sum(jnp.sum(fun(w, X)[i] ** 2) for i in outputs))(W)
+
+
+def test_a_state_without_gradient_may_be_read():
+    near(read([0, 1], checkpointed(counted, POLICIES[0])), read([0, 1], counted))
+
+
+@pytest.mark.parametrize("outputs", [[0], [1], [2], [0, 2], [0, 1, 2]], ids=str)
+def test_some_of_the_outputs(outputs):
+    def three(w, x):
+        y = block(w, x)
+        return y, jnp.sin(y) @ w, y[0]
+
+    near(read(outputs, checkpointed(three, POLICIES[0])), read(outputs, three))
+
+
+class Sown(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        branch = nn.Dense(64, kernel_init=nn.initializers.zeros)(x)
+        self.sow("metrics", "norm", jnp.linalg.norm(branch))
+        return nn.Dense(64)(x) + branch
+
+
+@policies
+def test_linens_metrics(policy):
+    variables = Sown().init(jax.random.key(0), X)
+
+    def gradient(module):
+        def loss(params):
+            out, metrics = module().apply({"params": params}, X, mutable=["metrics"])
+            return jnp.sum(out**2), metrics
+
+        return jax.grad(loss, has_aux=True)(variables["params"])
+
+    found, _ = gradient(clinen.checkpoint(Sown, policy=policy))
+    exact, _ = gradient(Sown)
+    near(found, exact, BOUND[policy])
+
+
+class Kept(nnx.Module):
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(64, 64, rngs=rngs)
+        self.branch = nnx.Linear(64, 64, rngs=rngs, kernel_init=nnx.initializers.zeros)
+        self.norm = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        branch = self.branch(x)
+        self.norm[...] = jnp.linalg.norm(branch)
+        return self.layer(x) + branch
+
+
+@policies
+def test_nnxs_state(policy):
+    small = cnnx.checkpoint(lambda module, x: module(x), policy=policy)
+    found = nnx.grad(lambda m: jnp.sum(small(m, X) ** 2))(Kept(nnx.Rngs(0)))
+    exact = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(Kept(nnx.Rngs(0)))
+    near(found, exact, BOUND[policy])
