@@ -71,6 +71,8 @@ def open_corpus(source: str | os.PathLike | None) -> Corpus:
     root = Path(source)
     if os.path.isfile(root):
         return FileCorpus(str(source), [root])
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise DataError(f"{source} must be a file or a folder: it is read twice")
     if not os.path.isdir(root):
         raise DataError(f"{source}: no such file or directory")
     return _directory_corpus(root)

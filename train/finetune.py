@@ -272,6 +272,7 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
     if not start:
         begin_folder(config.folder, job.fixed)
     checkpoints.drop_after(start)
+    summary.forget(config.folder)
     plans.begin(start)
     logits_of = jax.jit(lambda params, tokens_bt: training.model(params)(tokens_bt))
     shardings = jax.tree.map(lambda x: x.sharding, job.tokens_abt)

@@ -39,15 +39,15 @@ class TaskOptions:
         "object of JSON with a list of rows for each split, or a tenth is held out",
         Path,
     )
-    text_columns: str = option(
-        "text",
+    text_columns: str | None = option(
+        None,
         "of one's own: the column of the text, or of two with a comma between; by "
-        "names, or by numbers from 1 for files without a header",
+        "names, or by numbers from 1 for files without a header (default: text)",
     )
-    label_column: str = option(
-        "label",
+    label_column: str | None = option(
+        None,
         "of one's own: that of the class or rating; of tag the classes with commas "
-        "between, in JSON also a list",
+        "between, in JSON also a list (default: label)",
     )
     threshold: float | None = option(
         None,
@@ -68,6 +68,12 @@ class TaskOptions:
         options.require_batch(self.batch_size)
         if self.seq_len < 8:
             raise ValueError(f"--seq-len must be at least 8, got {self.seq_len}")
+        for name in ("text_columns", "label_column"):
+            if self.task in TASKS and getattr(self, name) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} is an option of {', '.join(OWN)}, not "
+                    f"of {self.task}"
+                )
         if self.threshold is not None and self.task != "tag":
             raise ValueError(f"--threshold is an option of tag, not of {self.task}")
         if self.threshold is not None and not 0 < self.threshold < 1:
@@ -77,7 +83,8 @@ class TaskOptions:
     def described(self) -> Task:
         if self.task in TASKS:
             return TASKS[self.task]
-        return own_task(self.text_columns, self.label_column, self.task)
+        columns = self.text_columns or "text", self.label_column or "label"
+        return own_task(*columns, self.task)
 
 
 @dataclass(frozen=True)

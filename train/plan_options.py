@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxcompact.memory import devices
+from jaxcompact.memory.search import parse_bytes
 from options import option
 
 MAX_ERROR = 0.08
@@ -43,6 +44,8 @@ class PlanOptions:
     )
 
     def __post_init__(self):
+        if self.memory_budget is not None:
+            parse_bytes(self.memory_budget, "--memory-budget")
         if self.max_error is not None and not self.max_error >= 0:
             raise ValueError(f"--max-error must be 0 or more, got {self.max_error}")
         if self.plan_plot and not (self.explain_plan and self.memory_budget):

@@ -213,6 +213,7 @@ def train(job: Job, dataset: Dataset, interrupt: Interrupt) -> int:
         if not start:
             begin_folder(config.folder, job.fixed)
         checkpoints.drop_after(start)
+        summary.forget(config.folder)
         plans.begin(start)
     hosts.wait_for_all(f"{config.folder} is ready")
     loss_of = jax.jit(job.training.weighed_loss)

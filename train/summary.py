@@ -16,6 +16,11 @@ _FILE = "summary.json"
 _DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
+def forget(folder: Path) -> None:
+    """Of a run that goes on from before its end."""
+    (folder / _FILE).unlink(missing_ok=True)
+
+
 def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int]:
     """Bytes of one update's gradients, optimizer state and saved linear inputs.
 

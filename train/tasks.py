@@ -223,6 +223,8 @@ def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:
         )
     if isinstance(label, float) and task.labels == ():  # a rating, finite or not
         return (str(label),)
+    if isinstance(label, float) and label.is_integer():  # a column with gaps, exported
+        label = int(label)
     name = _string(place, task.label, label).strip()
     if not name:
         raise DataError(f"{place}: {task.label} must not be empty; {label!r}")

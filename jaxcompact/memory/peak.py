@@ -227,6 +227,8 @@ def _floating(leaf: Any) -> bool:
 
 
 def gib(nbytes: int) -> str:
+    if 0 < nbytes < 0.005 * 2**20:
+        return f"{nbytes} bytes"
     return (
         f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
     )

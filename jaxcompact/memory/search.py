@@ -138,15 +138,15 @@ def _meeting(limit: int, one: tuple[int, int], other: tuple[int, int]) -> int:
     return a + (limit - low) * (b - a) // (high - low) if high > low else 2 * b
 
 
-def parse_bytes(text: int | str) -> int:
-    """A number of bytes, ``"16GiB"`` or ``"80 GB"``."""
+def parse_bytes(text: int | str, name: str = "budget") -> int:
+    """A number of bytes, ``"16GiB"`` or ``"80 GB"``; ``name`` is for errors."""
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not isinstance(text, str) or not match or match[2] not in _UNITS:
         units = ", ".join(filter(None, _UNITS))
-        raise ValueError(f"budget must be bytes, or a number and {units}; got {text!r}")
+        raise ValueError(f"{name} must be bytes, or a number and {units}; got {text!r}")
     nbytes = int(Decimal(match[1]) * _UNITS[match[2]])
     if nbytes < 1:
-        raise ValueError(f"budget must be above 0, got {text!r}")
+        raise ValueError(f"{name} must be above 0, got {text!r}")
     return nbytes

@@ -152,6 +152,12 @@ def test_a_source_without_a_document_is_an_error(tmp_path, name, content, messag
     assert list(cache.iterdir()) == []
 
 
+def test_what_can_be_read_once_is_an_error(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe must be a file or a folder: it is read"):
+        prepare(tmp_path / "pipe", "bytes", tmp_path / "cache")
+
+
 def test_a_missing_source_is_an_error_and_makes_no_cache(tmp_path):
     with pytest.raises(DataError, match="gone: no such file"):
         prepare(tmp_path / "gone", "bytes", tmp_path / "cache")

@@ -1,5 +1,7 @@
 """Files of one's own: a class a text, several, or a rating; and what is refused."""
 
+import json
+
 import pytest
 
 from readers import DataError
@@ -119,6 +121,14 @@ def test_a_class_may_be_a_long_number(tmp_path):
     (tmp_path / "dev.tsv").write_text("text\tlabel\na\tx\n")
     labels = read_task(own_task("text", "label", "classify"), tmp_path).task.labels
     assert labels == ("9", "10", long, "x")
+
+
+def test_a_whole_number_is_one_class_however_json_writes_it(tmp_path):
+    labels = enumerate(20 * (1, 1.0, "1", 2.0, 0.5))
+    rows = [{"text": f"text {i}", "label": x} for i, x in labels]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    task = own_task("text", "label", "classify")
+    assert read_task(task, tmp_path / "all.jsonl").task.labels == ("1", "2", "0.5")
 
 
 @pytest.mark.parametrize("texts", ["", "a,,b", "a,b,c", "1"])

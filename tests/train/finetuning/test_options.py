@@ -46,6 +46,8 @@ def test_the_defaults_are_the_papers():
         (["--dropout", "1"], "--dropout must be in [0, 1), got 1.0"),
         (["--seq-len", "4"], "--seq-len must be at least 8, got 4"),
         (["--threshold", "0.3"], "--threshold is an option of tag, not of sst2"),
+        (["--text-columns", "a"], "--text-columns is an option of classify, tag, rate"),
+        (["--label-column", "a"], "--label-column is an option of classify, tag, rate"),
         (
             ["--task", "tag", "--threshold", "1"],
             "--threshold must be in (0, 1), got 1.0",

@@ -100,6 +100,26 @@ def test_ctrl_c_saves_and_exits(book, tmp_path):
     assert "SIGINT: saving step" in printed and "Traceback" not in printed
 
 
+def test_a_run_that_goes_back_is_no_longer_finished(book, tmp_path, monkeypatch):
+    arguments = ["--data", str(book), *SMALL, "--method", "exact", "--steps", "3"]
+    arguments += ["--checkpoint-every", "1", "--keep", "3", "--out", str(tmp_path)]
+    assert pretrain.main(arguments) == 0
+    summary, whole = tmp_path / "exact/summary.json", pretrain.read_batch
+    assert summary.exists()
+
+    stopped = []
+
+    def read_batch(config, dataset, step, *rows):
+        if step == 1 and not stopped:
+            stopped.append(step)  # a second signal would kill
+            signal.raise_signal(signal.SIGTERM)
+        return whole(config, dataset, step, *rows)
+
+    monkeypatch.setattr(pretrain, "read_batch", read_batch)
+    assert pretrain.main([*arguments, "--resume", "1"]) == 128 + signal.SIGTERM
+    assert not summary.exists()
+
+
 def test_a_finished_run_is_not_trained_again(finished, arguments, capsys):
     before = rows_of(finished / "exact")
     assert pretrain.main([*arguments, "--out", str(finished), "--resume"]) == 0

@@ -137,6 +137,7 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--steps", str(2**31)], "steps must be below 2^31, got 2.14748e+09"),
         (["--data", ""], "argument --data: must not be empty"),
         (["--memory-budget", ""], "argument --memory-budget: must not be empty"),
+        (["--memory-budget", "7Gi"], "--memory-budget must be bytes, or a number and"),
         (["--out", __file__], f"--out must be a folder, but {__file__} is a file"),
         (["--warmup", "1"], "--warmup must be in [0, 1), got 1.0"),
         (
