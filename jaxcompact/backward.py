@@ -160,6 +160,8 @@ class Backward:
         def backward(leaves, cts):
             pairs = zip(cts, op.outs, strict=True)
             moved = [_none(ct) for ct, v in pairs if recording.moves(v)]
+            if op.kind == "custom_vjp_call":  # else it may read what is not stored
+                moved = list(map(ad.instantiate_zeros, moved))
             return list(jax.tree.unflatten(tree, leaves)(moved)), None, None
 
         block.defvjp(forward, backward, symbolic_zeros=True)

@@ -53,7 +53,7 @@ def checkpoint(
     as for a mean over examples. Arrays that it closes over may be others at the next
     trace, not within one (`jax.jit` keeps the first). Outputs that nothing reads which
     is differentiated, as metrics or a module's state, cost no backward pass and, under
-    jit, no memory.
+    jit, no memory; but for what a loop in ``fun`` carries from step to step.
     Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that

@@ -6,8 +6,9 @@ branch or a loop's body: it fails, or takes a gradient of other inputs, where on
 differentiates what another does not.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.extend.core import (
     take_current_trace,
     unmapped_aval,
 )
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxcompact.arrays import is_inexact
 
@@ -30,6 +31,7 @@ def differentiable[S: Hashable](
     primal: Callable[[S, list[Any]], list[Any]],
     forward: Callable[[S, Mask, list[Any]], tuple[list[Any], Any]],
     backward: Callable[[S, Mask, Any, list[Any]], list[Any]],
+    reached: Callable[[S, Mask, Collection[int]], Collection[int]],
     label: Callable[[S], str],
 ) -> Callable[[S, list[Any]], list[Any]]:
     """``primal(static, inputs)``, whose derivative is that of the other two.
@@ -40,6 +42,8 @@ def differentiable[S: Hashable](
         backward: ``(static, mask, residuals, cotangents) -> cotangents`` of the inputs,
             None for those that do not move; a cotangent that is given may be a
             `SymbolicZero`.
+        reached: ``(static, mask, outputs)``: the inputs that have a cotangent if these
+            outputs alone have one.
         label: the function's name, for errors.
 
     In forward mode it raises TypeError.
@@ -65,12 +69,18 @@ def differentiable[S: Hashable](
             found = backward(static, mask, jax.tree.unflatten(tree, stored), every)
             return [ct for ct, moves in zip(found, mask, strict=True) if moves]
 
+        def reaches(used):
+            live = set(compress(floating, used))
+            found = reached(static, mask, live)
+            return [i in found for i in compress(range(len(mask)), mask)]
+
         moving = [t for t, moves in zip(tangents, mask, strict=True) if moves]
         made = _linear.bind(
             *stored,
             *moving,
             count=len(stored),
             pullback=pullback,
+            reaches=reaches,
             avals=tuple(avals[i] for i in floating),
             label=label(static),
         )
@@ -127,7 +137,48 @@ def _transpose(cts, *operands, count, pullback, **_):
 ad.primitive_transposes[_linear] = _transpose
 
 
-def _batched(axis, operands, dims, *, count, pullback, avals, label):
+def _cut(used, *given):
+    """Without outputs that nothing reads, as what a loop carries for a log, and the
+    tangents that none of the others is made of."""
+    eqn = given[-1]
+    count, pullback, reaches, avals = (
+        eqn.params[name] for name in ("count", "pullback", "reaches", "avals")
+    )
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    if all(used):
+        return [True] * len(eqn.invars), eqn
+    kept = reaches(used)
+    if not any(kept):  # what has no tangent is evaluated
+        kept = [True] * len(kept)
+
+    def whole(some, rest):
+        some = iter(some)
+        return [next(some) if u else r for u, r in zip(used, rest, strict=True)]
+
+    def of_used(stored, cts):
+        found = pullback(stored, whole(cts, map(SymbolicZero, avals)))
+        return list(compress(found, kept))
+
+    params = eqn.params | {
+        "pullback": of_used,
+        "reaches": lambda some: [
+            *compress(reaches(whole(some, [False] * len(used))), kept)
+        ],
+        "avals": tuple(compress(avals, used)),
+    }
+    reads = [*([True] * count), *kept]
+    return reads, eqn.replace(
+        invars=list(compress(eqn.invars, reads)),
+        outvars=list(compress(eqn.outvars, used)),
+        params=params,
+    )
+
+
+partial_eval.dce_rules[_linear] = _cut
+
+
+def _batched(axis, operands, dims, *, count, pullback, reaches, avals, label):
     """All outputs are of each example; of an input that examples share the cotangent is
     the sum of theirs."""
     places, shared = dims[:count], [d is None for d in dims[count:]]
@@ -162,6 +213,7 @@ def _batched(axis, operands, dims, *, count, pullback, avals, label):
         *tangents,
         count=count,
         pullback=of_all,
+        reaches=reaches,
         avals=many,
         label=label,
     )

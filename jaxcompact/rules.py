@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.interpreters import ad
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.decisions import decided
@@ -49,7 +48,7 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
     def decide(stored, masks, cts):
         given = dict(zip(places, masks, strict=True))
         env = graph.run(
-            [*stored, *map(ad.instantiate_zeros, cts)],
+            [*stored, *cts],
             lambda op, values, _: (
                 [given[op.outs[0]]] if op.outs[0] in given else op.bind(*values)
             ),

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from typing import Any
 
 import jax
@@ -84,7 +85,10 @@ class Traced:
                 f"checkpoint of {self.label!r}: something that is differentiated reads "
                 f"an output that can't be; it may read jax.lax.stop_gradient of it"
             )
-            return Plan(self, perturbed, still, refused, error)
+            # Not the frames that it was raised in, which hold the caller's arrays.
+            told = error.with_traceback(None)
+            told.__context__ = told.__cause__ = None
+        return Plan(self, perturbed, still, refused, told)
 
     def under(self, policy: ChoosesActions) -> "Traced":
         """The same function under another policy."""
@@ -220,14 +224,16 @@ class Plan:
         """The outputs that something reads which is differentiated."""
         live = [i for i, ct in enumerate(cts) if not isinstance(ct, SymbolicZero)]
         if not self.refused.isdisjoint(live):
-            raise self.error
+            error = copy(self.error)
+            error.__notes__ = [*self.error.__notes__]
+            raise error
         return tuple(i for i in live if i in self.replay.recording.active)
 
     def _jitted_backward(self, live: tuple[int, ...]) -> Callable:
-        def backward(kept, stored, cts):
+        def _backward(kept, stored, cts):
             return self._backward(live, kept, stored, cts)
 
-        return jitted(backward, self.traced.once)
+        return jitted(_backward, self.traced.once)
 
     def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
@@ -320,11 +326,17 @@ def _backward(traced: Traced, mask: Mask, residuals: Any, cts: list[Any]) -> lis
     return [found.get(i) for i in range(len(mask))]
 
 
+def _reached(traced: Traced, mask: Mask, live: Collection[int]) -> Collection[int]:
+    recording = traced.plan(traced.split(mask)[0]).replay.recording
+    return recording.reached([i for i in recording.active if i in live])
+
+
 # The function's outputs; it is differentiated from what its policy stores.
 run = differentiable(
     lambda traced, inputs: traced.primal(*traced.split(inputs)[0]),
     _forward,
     _backward,
+    _reached,
     lambda traced: traced.label,
 )
 
@@ -352,7 +364,7 @@ def _backward_of_one(
     index, inputs, stored = residuals
     plans = [branch.plan(mask[1:]) for branch in branches]
     given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, SymbolicZero)}
-    wrt = sorted({k for p in plans for k in p.replay.cut(p.live(cts)).wrt})
+    wrt = sorted(i - 1 for i in _reached_by_one(branches, mask, given))
 
     def branch(i):
         def backward(inputs, stored, given):
@@ -369,6 +381,12 @@ def _backward_of_one(
     return [None, *(found.get(i) for i in range(len(inputs)))]
 
 
+def _reached_by_one(
+    branches: tuple[Traced, ...], mask: Mask, live: Collection[int]
+) -> Collection[int]:
+    return {1 + i for b in branches for i in _reached(b, mask[1:], live)}
+
+
 # `jax.lax.switch`, whose own derivative would copy the inputs it keeps.
 _switch = differentiable(
     lambda branches, inputs: jax.lax.switch(
@@ -376,6 +394,7 @@ _switch = differentiable(
     ),
     _forward_of_one,
     _backward_of_one,
+    _reached_by_one,
     lambda branches: branches[0].label,
 )
 

@@ -72,6 +72,27 @@ MUTATIONS = [
         "tests/checkpoint/test_unread.py::test_a_slope_that_is_infinite",
     ),
     Mutation(
+        "a log that a loop carries is differentiated",
+        "jaxcompact/pullbacks.py",
+        "partial_eval.dce_rules[_linear] = _cut",
+        "",
+        "tests/checkpoint/test_unread.py::test_a_slope_that_is_infinite",
+    ),
+    Mutation(
+        "a rule reads what is not stored, as one of its outputs is not read",
+        "jaxcompact/backward.py",
+        'if op.kind == "custom_vjp_call":  # else',
+        "if False:  # else",
+        "tests/checkpoint/test_unread.py::test_a_rule_that_asks_what_is_read",
+    ),
+    Mutation(
+        "what is refused holds the frames that it was raised in",
+        "jaxcompact/traced.py",
+        "told = error.with_traceback(None)",
+        "told = error",
+        "tests/checkpoint/test_unread.py::test_what_is_refused_holds_no_trace",
+    ),
+    Mutation(
         "what JAX can't differentiate is an error though nothing reads it",
         "jaxcompact/traced.py",
         "if not still and not refused:",

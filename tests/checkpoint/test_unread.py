@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
 import jaxcompact as jc
 from jaxcompact import linen as clinen
@@ -60,6 +61,42 @@ def scanned(fun):
     return call
 
 
+def carried(fun):
+    """The norms are added up."""
+
+    def call(w, x):
+        def layer(carry, w):
+            y, norm = fun(w, carry[0])
+            return (y, carry[1] + norm), None
+
+        start = x, jnp.float32(0)
+        return jax.lax.scan(layer, start, jnp.stack([w, w]))[0]
+
+    return call
+
+
+def summed(fun):
+    """As `carried`, where the sum is made inside of ``fun``."""
+
+    def call(policy):
+        def body(w, x, total):
+            y, norm = fun(w, x)
+            return y, total + norm
+
+        small = checkpointed(body, policy)
+
+        def loop(w, x):
+            def layer(carry, w):
+                return small(w, *carry), None
+
+            start = x, jnp.float32(0)
+            return jax.lax.scan(layer, start, jnp.stack([w, w]))[0]
+
+        return loop
+
+    return call
+
+
 def branched(fun):
     return lambda w, x: jax.lax.cond(w[0, 0] < 9, fun, lambda w, x: (x, 0.0), w, x)
 
@@ -71,12 +108,24 @@ def branched(fun):
         lambda fun, policy: checkpointed(fun, policy),
         lambda fun, policy: mapped(checkpointed(fun, policy)),
         lambda fun, policy: scanned(checkpointed(fun, policy)),
+        lambda fun, policy: carried(checkpointed(fun, policy)),
+        lambda fun, policy: summed(fun)(policy),
         lambda fun, policy: branched(checkpointed(fun, policy)),
         lambda fun, policy: checkpointed(mapped(fun), policy),
         lambda fun, policy: checkpointed(scanned(fun), policy),
         lambda fun, policy: checkpointed(branched(fun), policy),
     ],
-    ids=["alone", "vmap", "scan", "cond", "of vmap", "of scan", "of cond"],
+    ids=[
+        "alone",
+        "vmap",
+        "scan",
+        "sum",
+        "carry",
+        "cond",
+        "of vmap",
+        "of scan",
+        "of cond",
+    ],
 )
 def test_a_slope_that_is_infinite(around, policy):
     def gradient(fun):
@@ -172,6 +221,47 @@ def test_that_is_said_where_something_reads_it(fun, error, policy):
 def read(outputs, fun):
     """The gradient of what is made of some of the outputs."""
     return jax.grad(lambda w: sum(jnp.sum(fun(w, X)[i] ** 2) for i in outputs))(W)
+
+
+def test_what_is_refused_holds_no_trace():
+    small = checkpointed(solved, POLICIES[0])
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda w: jnp.sum(small(w, X)[0])))(W)
+
+
+@jax.custom_vjp
+def two(x):
+    return jnp.sin(x), jnp.exp(x)
+
+
+def _two_backward(residuals, cts):
+    """It reads other residuals where one output has no cotangent."""
+    cos, exp, both = residuals
+    of_sin, of_exp = (isinstance(ct, SymbolicZero) for ct in cts)
+    if of_exp:
+        return (cts[0] * both / exp,)
+    if of_sin:
+        return (cts[1] * both / cos,)
+    return (cts[0] * cos + cts[1] * exp,)
+
+
+two.defvjp(
+    lambda x: (
+        two(x.value),
+        (jnp.cos(x.value), jnp.exp(x.value), jnp.cos(x.value) * jnp.exp(x.value)),
+    ),
+    _two_backward,
+    symbolic_zeros=True,
+)
+
+
+@pytest.mark.parametrize("outputs", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, jc.Policy(default=jc.Save())], ids=str)
+def test_a_rule_that_asks_what_is_read(outputs, policy):
+    def fun(w, x):
+        return two(block(w, x))
+
+    near(read(outputs, checkpointed(fun, policy)), read(outputs, fun), 0.02)
 
 
 def test_a_state_without_gradient_may_be_read():
