@@ -230,38 +230,33 @@ def test_what_is_refused_holds_no_trace():
 
 
 @jax.custom_vjp
-def two(x):
-    return jnp.sin(x), jnp.exp(x)
+def two(w, x):
+    return jnp.sin(x @ w), jnp.cos(x @ w)
+
+
+def _two(w, x):
+    w, x = w.value, x.value
+    a = x @ w
+    one = jnp.exp(0 * a) + 0 * jnp.tanh(a)
+    return (jnp.sin(a), jnp.cos(a)), (w, x, jnp.sin(a), jnp.cos(a), one)
 
 
 def _two_backward(residuals, cts):
-    """It reads other residuals where one output has no cotangent."""
-    cos, exp, both = residuals
-    of_sin, of_exp = (isinstance(ct, SymbolicZero) for ct in cts)
-    if of_exp:
-        return (cts[0] * both / exp,)
-    if of_sin:
-        return (cts[1] * both / cos,)
-    return (cts[0] * cos + cts[1] * exp,)
+    """It reads ``one`` where the cosine has no cotangent."""
+    w, x, sin, cos, one = residuals
+    of_sin, of_cos = (not isinstance(ct, SymbolicZero) for ct in cts)
+    d = cts[0] * cos if of_sin else 0.0
+    d = d - cts[1] * sin if of_cos else d * one
+    return jnp.einsum("...i,...j->ij", x, d), d @ w.T
 
 
-two.defvjp(
-    lambda x: (
-        two(x.value),
-        (jnp.cos(x.value), jnp.exp(x.value), jnp.cos(x.value) * jnp.exp(x.value)),
-    ),
-    _two_backward,
-    symbolic_zeros=True,
-)
+two.defvjp(_two, _two_backward, symbolic_zeros=True)
 
 
-@pytest.mark.parametrize("outputs", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("outputs", [[0], [1]], ids=str)
 @pytest.mark.parametrize("policy", [*POLICIES, jc.Policy(default=jc.Save())], ids=str)
 def test_a_rule_that_asks_what_is_read(outputs, policy):
-    def fun(w, x):
-        return two(block(w, x))
-
-    near(read(outputs, checkpointed(fun, policy)), read(outputs, fun), 0.02)
+    near(read(outputs, checkpointed(two, policy)), read(outputs, two), 0.02)
 
 
 def test_a_state_without_gradient_may_be_read():
