@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from copy import copy
 from typing import Any
 
 import jax
@@ -77,18 +76,11 @@ class Traced:
     def _planned(self, perturbed: tuple[bool, ...]) -> "Plan":
         try:
             return Plan(self, perturbed)
-        except Exception as error:
+        except Exception:
             still, refused = undifferentiable(self.graph, perturbed)
             if not still and not refused:
                 raise
-            error.add_note(
-                f"checkpoint of {self.label!r}: something that is differentiated reads "
-                f"an output that can't be; it may read jax.lax.stop_gradient of it"
-            )
-            # Not the frames that it was raised in, which hold the caller's arrays.
-            told = error.with_traceback(None)
-            told.__context__ = told.__cause__ = None
-        return Plan(self, perturbed, still, refused, told)
+        return Plan(self, perturbed, still, refused)
 
     def under(self, policy: ChoosesActions) -> "Traced":
         """The same function under another policy."""
@@ -169,7 +161,7 @@ class Plan:
         perturbed: which of its inputs are differentiated.
         still: outputs that JAX finds to be made of none of these.
         refused: outputs that JAX can't differentiate: for a cotangent of theirs it
-            raises ``error``.
+            raises what differentiating all outputs does.
     """
 
     def __init__(
@@ -178,9 +170,8 @@ class Plan:
         perturbed: tuple[bool, ...],
         still: frozenset[int] = frozenset(),
         refused: frozenset[int] = frozenset(),
-        error: Exception | None = None,
     ):
-        self.traced, self.refused, self.error = traced, refused, error
+        self.traced, self.refused = traced, refused
         self.replay = Replay(
             traced.graph,
             traced.names,
@@ -224,9 +215,17 @@ class Plan:
         """The outputs that something reads which is differentiated."""
         live = [i for i, ct in enumerate(cts) if not isinstance(ct, SymbolicZero)]
         if not self.refused.isdisjoint(live):
-            error = copy(self.error)
-            error.__notes__ = [*self.error.__notes__]
-            raise error
+            # The error is made anew: one that is kept holds the frames of its caller.
+            try:
+                Plan(self.traced, self.replay.perturbed)
+            except Exception as error:
+                error.add_note(
+                    f"checkpoint of {self.traced.label!r}: something that is "
+                    f"differentiated reads an output that can't be; it may read "
+                    f"jax.lax.stop_gradient of it"
+                )
+                raise
+            raise AssertionError("what was refused once is refused again")
         return tuple(i for i in live if i in self.replay.recording.active)
 
     def _jitted_backward(self, live: tuple[int, ...]) -> Callable:

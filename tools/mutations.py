@@ -86,13 +86,6 @@ MUTATIONS = [
         "tests/checkpoint/test_unread.py::test_a_rule_that_asks_what_is_read",
     ),
     Mutation(
-        "what is refused holds the frames that it was raised in",
-        "jaxcompact/traced.py",
-        "told = error.with_traceback(None)",
-        "told = error",
-        "tests/checkpoint/test_unread.py::test_what_is_refused_holds_no_trace",
-    ),
-    Mutation(
         "what JAX can't differentiate is an error though nothing reads it",
         "jaxcompact/traced.py",
         "if not still and not refused:",

@@ -83,8 +83,9 @@ class TaskOptions:
     def described(self) -> Task:
         if self.task in TASKS:
             return TASKS[self.task]
-        columns = self.text_columns or "text", self.label_column or "label"
-        return own_task(*columns, self.task)
+        texts = "text" if self.text_columns is None else self.text_columns
+        label = "label" if self.label_column is None else self.label_column
+        return own_task(texts, label, self.task)
 
 
 @dataclass(frozen=True)
