@@ -220,7 +220,12 @@ def test_that_is_said_where_something_reads_it(fun, error, policy):
 
 def read(outputs, fun):
     """The gradient of what is made of some of the outputs."""
-    return jax.grad(lambda w: sum(jnp.sum(fun(w, X)[i] ** 2) for i in outputs))(W)
+
+    def loss(w):
+        made = fun(w, X)
+        return sum(jnp.sum(made[i] ** 2) for i in outputs)
+
+    return jax.grad(loss)(W)
 
 
 def test_what_is_refused_holds_no_trace():
