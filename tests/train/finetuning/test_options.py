@@ -36,6 +36,7 @@ def test_the_defaults_are_the_papers():
     assert own.method.alpha == 3
 
 
+@pytest.mark.usefixtures("several_devices")
 @pytest.mark.parametrize(
     "change, told",
     [

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("several_devices")
 def test_a_made_task_is_learned_by_exact_and_compact(arguments, tmp_path, capsys):
     methods = ["--method", "exact,compact", "--rank", "8", "--period", "50"]
     assert run(arguments, tmp_path, *methods) == 0

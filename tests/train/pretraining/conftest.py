@@ -14,9 +14,14 @@ import pretrain
 from tests.train.pretraining.runs import MICRO, SMALL, text
 
 
+def small(patch):
+    patch.setitem(configs.MODELS, "tiny", MICRO)
+    patch.setattr(jax, "device_count", lambda: 1)  # compiled in two thirds of the time
+
+
 @pytest.fixture(autouse=True)
 def micro_model(monkeypatch):
-    monkeypatch.setitem(configs.MODELS, "tiny", MICRO)
+    small(monkeypatch)
     monkeypatch.setattr(curves, "plot", lambda out: None)  # a second a run
 
 
@@ -52,7 +57,7 @@ def example(tmp_path_factory, arguments):
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(printed),
     ):
-        patch.setitem(configs.MODELS, "tiny", MICRO)
+        small(patch)
         assert pretrain.main([*arguments, "--out", str(out)]) == 0
     return out, printed.getvalue()
 
