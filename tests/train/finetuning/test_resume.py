@@ -84,10 +84,8 @@ def test_a_run_under_a_budget_resumes_to_the_same_losses(
     assert summary["linear_input_bytes"] == 0  # they are the plan's to keep
 
     losses = losses_of(whole)
-    for resumed in (3, 1):
-        again = ["--resume", str(resumed)]
-        assert run([*given, *planned], whole.parent, *again) == 0
-        assert losses_of(whole) == losses
+    assert run([*given, *planned], whole.parent, "--resume", "1") == 0
+    assert losses_of(whole) == losses
     assert run([*given, "--plan", str(whole / "plan.2.json")], other) == 0
     assert run([*given], tmp_path / "exact") == 0
     exact, followed = (
