@@ -19,9 +19,12 @@ Moment = Literal["keep", "reset", "transfer"]
 
 _MOST = 3.4e38  # of float32
 # Fields of optax states that are linear in the gradient: Adam, Lion and others (mu),
-# momentum (trace), Adafactor's momentum (ema), what MultiSteps accumulates, and the
-# gradient before of optimistic descent.
-_FIRST_MOMENTS = ("mu", "trace", "ema", "acc_grads", "previous_gradient")
+# momentum (trace), Adafactor's momentum (ema), Momo's (exp_avg), what MultiSteps
+# accumulates, and the gradient before of optimistic descent and of Rprop.
+_FIRST_MOMENTS = (
+    *("mu", "trace", "ema", "exp_avg", "acc_grads"),
+    *("previous_gradient", "prev_updates"),
+)
 
 
 class SubspaceState(NamedTuple):
@@ -68,12 +71,14 @@ def in_subspace(
             squares estimate. After a reset, as Adam's count goes on, updates are ``1 -
             b1``, ``1 - b1^2``, ... of their size at first. Second moments are kept:
             they hardly depend on P. First moments are the state's fields ``mu``,
-            ``trace``, ``ema``, ``acc_grads`` and ``previous_gradient``; one that a
-            variance is taken around (``rmsprop(centered=True)``) is reset where others
-            are transferred. All else is kept as well: first moments of other names
-            (Adan's, AdEMAMix') and of `optax.flatten`, and past positions, distances
-            from them and sums of updates, as ``schedule_free``, ``prodigy``,
-            ``mechanize``, ``apply_every`` or ``lbfgs`` have, which mean nothing under a
+            ``trace``, ``ema``, ``exp_avg``, ``acc_grads``, ``previous_gradient`` and
+            ``prev_updates``; one that a variance is taken around
+            (``rmsprop(centered=True)``), or of another shape than a sketch, is reset
+            where others are transferred. All else is kept as well: first moments of
+            other names (Adan's, AdEMAMix', SM3's) and of `optax.flatten`, and past
+            positions, distances from them and sums of updates or gradients, as
+            ``schedule_free``, ``prodigy``, ``dadapt_adamw``, ``cocob``, ``mechanize``,
+            ``apply_every`` or ``lbfgs`` have, which mean nothing under a
             new P. For those take a period that is longer than the run; for
             `optax.contrib.sam`, which goes inside, a multiple of its ``sync_period``.
 
@@ -82,7 +87,8 @@ def in_subspace(
     ``params``, for a state of other shapes, as of another rank, and for a gradient leaf
     that is not the sketch that the subspace makes, or of another shape than a parameter
     that is not in it: several subspaces, of one key and period, go into an
-    `optax.multi_transform`, each in its own.
+    `optax.partition`, each in its own. That rules match a kernel which goes to another
+    transform is seen where its label is a leaf's, not where it is a whole module's.
 
     Source: CompAct (arXiv 2410.15352), algorithm 3; Flora (arXiv 2402.03293) and LDAdam
     (arXiv 2410.16103) for the transfer.
@@ -335,8 +341,8 @@ def _renewed(state, slots: dict[str, Slot], key, old, new, moment: Moment):
 
     def transferred(name, m):
         slot = slots.get(name)
-        if slot is None:
-            return m
+        if slot is None or m.shape != slot.sketch_shape:
+            return zero(name, m)
 
         def transfer(old_key, new_key, m_rm):
             w_nm = slot.projection.lift(old_key, m_rm, slot.width)

@@ -273,7 +273,7 @@ def value_and_grad(
 _ERRORS = NotImplementedError, TypeError, ValueError, IndexError, AttributeError
 # What jax says of a SketchedKernel that is read as an array, or as a tree of arrays.
 _OF_A_KEY = (
-    *("abstract method", "dtype key<", "'key<", "__jax_array__"),
+    *("abstract method", "key<", "__jax_array__"),
     *("out of bounds for axis", "GetAttrKey"),
 )
 

@@ -47,6 +47,8 @@ def test_a_layer_that_knows_no_sketches_says_so(read):
 
 TREE_READERS = {
     "cast": lambda p: jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)["bias"],
+    "scaled": lambda p: jax.tree.map(lambda w: w * 2, p)["bias"],
+    "clipped": lambda p: jax.tree.map(lambda w: jnp.clip(w, -1, 1), p)["bias"],
     "penalty": lambda p: sum(jnp.sum(w**2) for w in jax.tree.leaves(p)),
     "norm": optax.tree.norm,
     "product": lambda p: jax.lax.dot(jnp.ones((1, N)), p["kernel"]),

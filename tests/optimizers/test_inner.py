@@ -1,6 +1,7 @@
 """Transforms inside in_subspace that are more than moments."""
 
 import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,53 @@ def test_the_gradient_before_is_transferred():
         updates, state = tx.update(sketch, state, tree)
         left, whole = (jnp.linalg.norm(t["a"]["kernel"]) for t in (updates, sketch))
         assert left < 1e-5 * whole
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.rprop(0.1), optax.contrib.momo(0.1), optax.contrib.momo_adam(0.1)],
+    ids=["prev_updates", "exp_avg", "exp_avg of Adam"],
+)
+def test_first_moments_of_any_name_are_transferred(inner):
+    """A P that moves entries and changes signs alone is to them as if there were none.
+
+    Sums are taken in another order: from one step to the next by an error of float32.
+    """
+    whole = jc.Projection(1.0, kind="countsketch")
+    space = jc.Subspace({"a/kernel": whole}, jax.random.key(0), period=2)
+    tx, tree = jc.in_subspace(space, inner, moment="transfer"), params()
+    state, plain_state = tx.init(tree), inner.init(tree)
+    for step in range(7):
+        w = jax.random.normal(jax.random.key(step), (8, M))
+
+        def loss(t, w=w):
+            return jnp.sum(jc.linear(X, t["a"]["kernel"]) * w)
+
+        value, sketch = jc.value_and_grad(loss, space)(tree, step=step)
+        plain = jax.grad(loss)(tree)
+        updates, state = tx.update(sketch, state, tree, value=value)
+        wanted, plain_state = inner.update(plain, plain_state, tree, value=value)
+        found, wanted = (t["a"]["kernel"] for t in (updates, wanted))
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_moment_of_another_shape_is_not_transferred():
+    """What stands for rows alone has no coordinates in P's space."""
+
+    class Rows(NamedTuple):
+        mu: Any
+
+    def update(updates, state, _):
+        return updates, Rows(jax.tree.map(lambda g: g.sum(-1), updates))
+
+    rows = optax.GradientTransformation(
+        lambda t: Rows(jax.tree.map(lambda w: w.sum(-1), t)), update
+    )
+    tx, tree = jc.in_subspace(subspace(period=1), rows, moment="transfer"), params()
+    state = tx.init(tree)
+    for _ in range(2):
+        _, state = tx.update(gradients(0), state, tree)
+    assert state.inner.mu["a"]["kernel"].shape == (R,)
 
 
 def test_an_inner_that_reads_parameters_gets_their_sketch():
