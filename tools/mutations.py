@@ -29,6 +29,34 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "loops are rounded by a guess, where they can be measured",
+        "jaxcompact/planner/problem.py",
+        "if inside and found is not None and found.measure:",
+        "if False:",
+        "tests/planner/test_loops.py::test_a_plans_error_is_also_that_of_its_loops",
+    ),
+    Mutation(
+        "loops are rounded where there is room",
+        "jaxcompact/planner/search.py",
+        "return (fastest.seconds, k) if fastest else (math.inf, -k)",
+        "return 0.0, -k",
+        "tests/planner/test_loops.py::test_loops_are_exact_where_there_is_room",
+    ),
+    Mutation(
+        "what moves no gradient counts as bits",
+        "jaxcompact/planner/effects.py",
+        "return moving or dict(self.effects)",
+        "return dict(self.effects)",
+        "tests/planner/test_bits.py::test_what_moves_nothing_is_not_counted",
+    ),
+    Mutation(
+        "the first moment of another name stays in the old coordinates",
+        "jaxcompact/optimizers.py",
+        '"ema", "exp_avg", "acc_grads"',
+        '"ema", "acc_grads"',
+        "tests/optimizers/test_inner.py::test_first_moments_of_any_name_are_transferred",
+    ),
+    Mutation(
         "a spectrum of which corners are read is stored whole",
         "jaxcompact/tensors.py",
         "if lesser or 2 * entries(slices) <= whole:",

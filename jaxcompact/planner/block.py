@@ -6,7 +6,8 @@ from collections.abc import Callable
 import jax
 
 from jaxcompact.memory.functions import made_by
-from jaxcompact.policy import ChoosesActions
+from jaxcompact.policy import Action, ChoosesActions
+from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan as Traces
 from jaxcompact.traced import Traced
 
@@ -62,6 +63,15 @@ def block_of(
         )
     (traces,) = blocks.values()
     return traces
+
+
+def bodies_of(traces: Traces) -> dict[str, tuple[Tensor, Action]]:
+    """What its loops and branches may store, and what is done with it, by name."""
+    return {
+        tensor.name: (tensor, action)
+        for inner in traces.inner()
+        for tensor, action, _ in inner.replay.chosen.values()
+    }
 
 
 def _inputs(traced: Traced) -> tuple:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.policy import Action, ChoosesActions, Policy, written
+from jaxcompact.tensor import Tensor
 
 _LOST = 1e6  # a thousand times the gradient
 
@@ -66,6 +67,11 @@ def noise(codec: Codec) -> float:
         return float(jnp.mean((decoded - x) ** 2) / jnp.mean(x**2))
 
 
+def noise_of(action: Action, tensor: Tensor) -> float:
+    """The same of what is done with a tensor; 0 if that is exact."""
+    return noise(action) if tensor.floating and isinstance(action, Codec) else 0.0
+
+
 @functools.cache
 def _normal() -> jax.Array:
     return jax.random.normal(jax.random.key(0), (256, 256), jnp.float32)
@@ -81,6 +87,8 @@ class Sensitivity:
         effects: name -> its effect, of what is encoded.
         measure: actions -> their own sensitivity, of the same gradient; None if that
             is not known, as of one that was pickled.
+        inside: what is encoded in the bodies of loops and branches adds, as errors of
+            effects; of a sensitivity `under` actions, else 0.
     """
 
     block: str
@@ -89,6 +97,7 @@ class Sensitivity:
     measure: Callable[[Mapping[str, Action]], "Sensitivity"] | None = field(
         default=None, compare=False, repr=False
     )
+    inside: float = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the gradient, a function that is compiled here."""
@@ -105,37 +114,41 @@ class Sensitivity:
             for name, action in actions.items()
             if name in self.effects and isinstance(action, Codec)
         )
-        return sum(found) ** 0.5
+        return (self.inside + sum(found)) ** 0.5
 
     def under(self, actions: Mapping[str, Action]) -> "Sensitivity":
         """Measured again under actions by name, such as a plan's.
 
         What a policy encodes is measured with everything beside it stored. What a plan
         makes again is made of what it encodes: that moves the gradient further. The sum
-        is no less than what all of it does together, which is found by a gradient.
+        is no less than what all of it does together, which is found by a gradient. So
+        is what is encoded in the bodies of loops and branches, by a gradient of that
+        alone.
 
         Raises ValueError for what are none.
         """
         _require_actions(actions)
         return self.measure(actions) if self.measure else self
 
-    def in_all(self, moved: float) -> "Sensitivity":
-        """Effects of one codec each, whose sum is at least that.
+    def in_all(self, moved: float, inside: float) -> "Sensitivity":
+        """Effects of one codec each that are at least that, with what loops add.
 
         What is not finite is more than any plan may have.
         """
-        moved = moved if math.isfinite(moved) else _LOST
+        moved, inside = (x if math.isfinite(x) else _LOST for x in (moved, inside))
         total = sum(
             e for effect in self.effects.values() for e in effect.errors.values()
         )
-        ratio = max(1.0, moved / total) if total else 1.0
+        if not total:
+            return replace(self, inside=max(moved, inside))
+        ratio = max(1.0, (moved - inside) / total)
         effects = {
             name: replace(
                 effect, errors={c: e * ratio for c, e in effect.errors.items()}
             )
             for name, effect in self.effects.items()
         }
-        return replace(self, effects=effects)
+        return replace(self, effects=effects, inside=inside)
 
     def no_less_than(
         self, other: "Sensitivity", codecs: Sequence[Codec]
@@ -160,8 +173,16 @@ class Sensitivity:
             effects[name] = replace(effect, errors=errors)
         return replace(self, effects=effects)
 
+    def _counted(self) -> dict[str, Effect]:
+        """Those that move the gradient; others are of outputs that nothing reads."""
+        moving = {n: e for n, e in self.effects.items() if any(e.errors.values())}
+        return moving or dict(self.effects)
+
     def bits(self, actions: Mapping[str, Codec]) -> float:
         """An entry takes with these codecs, scales included, on average.
+
+        What moves the gradient by none of its codecs is not counted: compiled, it is
+        not stored, as an output's that nothing reads.
 
         Raises ValueError if not each tensor has one.
         """
@@ -172,7 +193,7 @@ class Sensitivity:
                 f"actions must map each of {names} to a codec, got {actions!r}"
             )
         nbytes = entries = 0
-        for name, effect in self.effects.items():
+        for name, effect in self._counted().items():
             nbytes += effect.nbytes(actions[name])
             entries += effect.entries
         return 8 * nbytes / entries
@@ -180,8 +201,9 @@ class Sensitivity:
     def policy(self, bits: float) -> Policy:
         """Automatic precision: the least error at an average of ``bits`` an entry.
 
-        Scales are counted: `Quantized(4)` takes 4.25. Exact, as a small integer
-        program: GACT's (arXiv 2206.11357) greedy one leaves bits unused.
+        Of what `bits` counts; all else gets its smallest codec. Scales are counted:
+        `Quantized(4)` takes 4.25. Exact, as a small integer program: GACT's (arXiv
+        2206.11357) greedy one leaves bits unused.
 
         Raises ValueError if ``bits`` are no number, or less than the smallest codecs
         take.
@@ -192,7 +214,7 @@ class Sensitivity:
         errors = [e for effect in self.effects.values() for e in effect.errors.values()]
         scale, cost = 1e6 / (max(errors, default=0.0) or 1.0), {}
         entries, smallest = 0, 0
-        for name, effect in self.effects.items():
+        for name, effect in self._counted().items():
             one = {}
             for codec, error in effect.errors.items():
                 x = program.variable(binary=True)
@@ -209,7 +231,8 @@ class Sensitivity:
                 f"bits must be {8 * smallest / entries:.2f} or more, which the "
                 f"smallest codecs take; got {bits!r}"
             )
-        rules = dict(chosen[x] for x in chosen if found[x])
+        rules = {n: min(e.errors, key=e.nbytes) for n, e in self.effects.items()}
+        rules |= dict(chosen[x] for x in chosen if found[x])
         return Policy(rules, default=self.base)
 
     def __str__(self) -> str:

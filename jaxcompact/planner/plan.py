@@ -57,6 +57,8 @@ class Plan:
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         if tensor.name in self.actions:
             return self.actions[tensor.name], "planned"
+        if tensor.kind == "function":  # casts of another dtype may be around it
+            return Recompute(), "made again"
         known = self._beside(tensor)
         if not known:
             raise ValueError(
@@ -75,7 +77,8 @@ class Plan:
         return [a for n, a in self.actions.items() if n.startswith(loop + named)]
 
     def unused(self, names: set[str]) -> list[str]:
-        return sorted(set(self.actions) - names)
+        stored = {n for n, action in self.actions.items() if action != Recompute()}
+        return sorted(stored - names)
 
     def to_json(self) -> str:
         """As text, to be read, edited and given to `Plan.from_json`."""

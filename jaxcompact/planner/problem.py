@@ -13,8 +13,8 @@ from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.graph import Op
 from jaxcompact.kernels.explicit import part
 from jaxcompact.memory.cards import Device
-from jaxcompact.planner.block import block_of
-from jaxcompact.planner.effects import Sensitivity, is_real, noise, require_codecs
+from jaxcompact.planner.block import block_of, bodies_of
+from jaxcompact.planner.effects import Sensitivity, is_real, noise_of, require_codecs
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
 from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
@@ -102,8 +102,23 @@ def problem_of(
 ) -> tuple[Traces, Problem]:
     """The block that a step checkpoints, and its choices.
 
-    What is not chosen (masks, integers, the bodies of loops) is stored as by
-    `policies.int4`; by `policies.int8`, or exactly, where loops would err by more.
+    Of `problems_of` the last, whose loops take the least.
+    """
+    *_, last = problems_of(make_step, card, max_error, found, codecs)
+    return last
+
+
+def problems_of(
+    make_step: Callable[[ChoosesActions], tuple[Callable, tuple]],
+    card: Device,
+    max_error: float,
+    found: Sensitivity | None,
+    codecs: Sequence[Codec],
+) -> list[tuple[Traces, Problem]]:
+    """The same block with the bodies of its loops stored exactly, in 8 and in 4 bits.
+
+    Those within ``max_error``, as far as loops go; one, if there are none. What is not
+    chosen besides (masks, integers) is stored as by `policies.int4`.
 
     Raises ValueError for arguments that are none, named as those of `plan_step`.
     """
@@ -112,13 +127,33 @@ def problem_of(
     if found is not None and not isinstance(found, Sensitivity):
         raise ValueError(f"sensitivity must be a Sensitivity or None, got {found!r}")
     require_codecs(codecs)
-    bases = [policies.int4(), policies.int8()] if max_error > 0 else []
-    for base in (*bases, Compress(Save())):
+
+    def under(base: ChoosesActions) -> tuple[Traces, Problem]:
         traces = block_of(make_step, base, "make_step", statistics=True)
-        asked = problem(traces, base, tuple(codecs), card, found)
-        if asked.noise <= max_error * max_error:
-            return traces, asked
-    raise AssertionError("what is exact makes no noise")
+        return traces, problem(traces, base, tuple(codecs), card, found)
+
+    exact = Compress(Save())
+    if not max_error:
+        return [under(exact)]
+    four = traces, asked = under(policies.int4())
+    if not asked.noise:  # of what loops encode
+        return [four]
+    names = frozenset(bodies_of(traces))
+    others = (under(_Inside(names, bodies)) for bodies in (exact, policies.int8()))
+    within = [p for p in (*others, four) if p[1].noise <= max_error * max_error]
+    return within or [under(exact)]
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """`policies.int4`, but another policy for the tensors of these names."""
+
+    names: frozenset[str]
+    policy: ChoosesActions
+
+    def decide(self, tensor: Tensor) -> tuple[Action, str]:
+        policy = self.policy if tensor.name in self.names else policies.int4()
+        return policy.decide(tensor)
 
 
 def problem(
@@ -136,11 +171,14 @@ def problem(
     """
     replay = traces.replay
     stages, needed = stages_of(replay)
-    items, actions, inside = [], {}, 0.0
-    for inner in traces.inner():
-        for tensor, action, _ in inner.replay.chosen.values():
-            actions[tensor.name] = action
-            inside += _noise(action, tensor, None)
+    items, inside = [], 0.0
+    bodies = bodies_of(traces)
+    for tensor, action in bodies.values():
+        inside += noise_of(action, tensor)
+    actions = {name: action for name, (_, action) in bodies.items()}
+    if inside and found is not None and found.measure:
+        outside = (tensor.name for tensor, _, _ in replay.chosen.values())
+        inside = found.under(dict.fromkeys(outside, Save()) | actions).inside
     for source, (tensor, action, _) in replay.chosen.items():
         item = _item(source, tensor, action, replay, base, codecs, card, found)
         if item is None:
@@ -266,18 +304,17 @@ def _option(
         action.nbytes(shape, dtype),
         codec_seconds(action, shape, dtype, card),
         _noise(action, tensor, found),
-        _noise(action, tensor, None) > 0,
+        noise_of(action, tensor) > 0,
         bool(action.host_nbytes(shape, dtype)),
     )
 
 
 def _noise(action: Action, tensor: Tensor, found: Sensitivity | None) -> float:
-    if not tensor.floating or not isinstance(action, Codec):
-        return 0.0
-    if found and tensor.name in found.effects:
+    noise = noise_of(action, tensor)
+    if noise and found and tensor.name in found.effects:
         effect = found.effects[tensor.name]
         return effect.error(action) / effect.count
-    return noise(action)
+    return noise
 
 
 def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:

@@ -17,8 +17,13 @@ from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import graph_of, made_of
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.planner.arguments import arrays_of, of_arrays, require_positive
-from jaxcompact.planner.block import block_of
-from jaxcompact.planner.effects import Effect, Sensitivity, require_codecs
+from jaxcompact.planner.block import block_of, bodies_of
+from jaxcompact.planner.effects import (
+    Effect,
+    Sensitivity,
+    noise_of,
+    require_codecs,
+)
 from jaxcompact.planner.probing import Probing, Under
 from jaxcompact.policy import Action, ChoosesActions, Policy
 from jaxcompact.reals import as_reals
@@ -56,7 +61,8 @@ def sensitivity(
             which must have second derivatives (cuDNN's attention has none). A few
             sequences are enough: of more, gradients suffer less.
         policy: says what is stored at all; its codecs are measured too. What it
-            encodes inside a block's own loops and branches is not measured.
+            encodes inside a block's own loops and branches has no effects: under a
+            plan, all of it is measured together.
         codecs: how it may be stored.
         key: of the signs.
         probes: how many v; the error of the sum falls with the root of their number.
@@ -119,11 +125,12 @@ def measuring(
 
 
 class _Prepared(NamedTuple):
-    """As `measuring`; ``moved``: by how much all together move the gradient, squared
-    and relative to its own square."""
+    """As `measuring`; ``inside``: what is encoded in loops and branches; ``moved``: by
+    how much all together move the gradient, squared and relative to its own square."""
 
     block: str
     encodes_nothing: bool
+    inside: dict[str, Action]
     args: tuple
     measure: Callable[..., Sensitivity]
     moved: Callable[..., jax.Array]
@@ -152,6 +159,8 @@ def _prepared(
             raise ValueError(
                 f"tensors of one name must have one shape, got {found[0]}, {tensor}"
             )
+    bodies = bodies_of(traces)
+    inside = {n: a for n, (t, a) in bodies.items() if noise_of(a, t)}
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
     _, args = make_gradient(policy)
@@ -196,6 +205,10 @@ def _prepared(
     def prepared_under(actions: tuple[tuple[str, Action], ...]) -> _Prepared:
         return _prepared(make_gradient, Under(dict(actions), policy), (), probes)
 
+    @functools.cache
+    def prepared_inside(actions: tuple[tuple[str, Action], ...]) -> _Prepared:
+        return _prepared(make_gradient, Under(dict(actions), Policy()), (), probes)
+
     def measure(key: jax.Array, *args: Any) -> Sensitivity:
         total, leaves = np.zeros((2, sum(sizes))), arrays_of(args)
         for k in jax.random.split(key, probes):
@@ -217,15 +230,18 @@ def _prepared(
             effects[name] = Effect(tensor.shape, tensor.dtype, errors, counts[name])
 
         def under(actions: Mapping[str, Action]) -> Sensitivity:
-            plan = prepared_under(tuple(actions.items()))
-            found = plan.measure(key, *args)
+            plan, inside = prepared_under(tuple(actions.items())), 0.0
+            if plan.inside:
+                alone = prepared_inside(tuple(plan.inside.items()))
+                inside = float(alone.moved(*leaves))
             if plan.encodes_nothing:
-                return found
-            return found.in_all(float(plan.moved(*leaves)))
+                return Sensitivity(block, policy, {}, under).in_all(inside, inside)
+            found = plan.measure(key, *args)
+            return found.in_all(float(plan.moved(*leaves)), inside)
 
         return Sensitivity(block, policy, effects, under)
 
-    return _Prepared(block, not asked, args, measure, moved)
+    return _Prepared(block, not asked, inside, args, measure, moved)
 
 
 def _require_gradient(found: Any, args: tuple, jaxpr: ClosedJaxpr) -> None:

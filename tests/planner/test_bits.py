@@ -66,13 +66,33 @@ def test_what_was_not_measured_counts_in_proportion():
     assert only.error(jc.Quantized(4)) == 0
 
 
+@pytest.mark.parametrize("inside", [0.0, 0.1, math.nan])
 @pytest.mark.parametrize("moved", [0.0, 0.5, math.nan, math.inf])
-def test_effects_are_no_less_than_all_do_together(moved):
+def test_effects_are_no_less_than_all_do_together(moved, inside):
+    """With what loops add, which is known by itself."""
     codec = jc.Quantized(4)
     errors = [e * 4**codec.bits for e in (0.01, 0.03)]
-    found = made_up(errors, [64, 64], [codec]).in_all(moved)
-    total = sum(effect.errors[codec] for effect in found.effects.values())
-    assert total == pytest.approx(max(0.04, moved) if moved < 1 else 1e6)
+    found = made_up(errors, [64, 64], [codec]).in_all(moved, inside)
+    total = found.error(dict.fromkeys(found.effects, codec)) ** 2
+    finite = moved < 1 and inside < 1
+    assert total == pytest.approx(max(0.04 + inside, moved) if finite else 1e6)
+    assert found.inside == (inside if inside < 1 else 1e6)
+
+
+def test_what_loops_add_is_all_there_is():
+    found = jc.Sensitivity("made_up", jc.policies.int4(), {}).in_all(0.04, 0.04)
+    assert found.error({"scan.0/x": jc.Quantized(4)}) == pytest.approx(0.2)
+
+
+def test_what_moves_nothing_is_not_counted():
+    """As of an output that nothing reads: compiled, it is not stored."""
+    found, alone = made_up([1, 0, 10], [256, 4096, 256]), made_up([1, 10], [256, 256])
+    rules, wanted = (dict(f.policy(4.25).rules) for f in (found, alone))
+    assert (rules["t0"], rules["t2"]) == (wanted["t0"], wanted["t1"])
+    assert rules["t1"] == jc.Quantized(2, 32)
+    assert found.bits(rules) == alone.bits(wanted)
+    none = made_up([0, 0], [256, 256])
+    assert none.bits(dict(none.policy(4.25).rules)) <= 4.25
 
 
 def test_what_there_is_is_used():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.planner import search
 from jaxcompact.planner.effects import noise
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of
@@ -44,8 +45,9 @@ SLOW = pytest.mark.slow
     "max_error", [0.0, *(pytest.param(e, marks=SLOW) for e in (0.02, 0.2))]
 )
 def test_blocks_with_loops_and_branches(fun, max_error, monkeypatch, tmp_path):
-    """The layers of a scan, and one whose input is data."""
+    """The layers of a scan, and one whose input is data; loops store the least."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    monkeypatch.setattr(search, "problems_of", lambda *args: [problem_of(*args)])
     keys = jax.random.split(jax.random.key(0), 3)
     w = {
         n: jax.random.normal(k, (64, 64)) / 8
@@ -94,3 +96,72 @@ def test_without_error_loops_inside_are_exact_too():
     assert lossy[0].noise == pytest.approx(sum(map(noise, inside)))  # of each once
     assert exact[1].noise == 0 < lossy[0].noise <= lossy[1].noise
     assert solve(lossy[0], noise=lossy[0].noise / 2) is None
+
+
+def growing(w, x):
+    """What is rounded in its loop grows with each of its steps."""
+
+    def step(h, _):
+        h = jnp.tanh(2 * h @ w["in"]) @ w["state"]
+        return h / jnp.sqrt(jnp.square(h).mean(-1, keepdims=True)), None
+
+    h, _ = jax.lax.scan(step, x, length=8)
+    return h + jnp.tanh(h @ w["in"])
+
+
+@pytest.fixture(scope="module")
+def grown():
+    """``policy -> (gradient, args)`` of two such blocks, and its sensitivity."""
+    of_in, of_state, of_x = jax.random.split(jax.random.key(0), 3)
+    w = {"in": jax.random.normal(of_in, (64, 64)) / 8}
+    w["state"] = jax.random.normal(of_state, (64, 64)) / 8
+    x = jax.random.normal(of_x, (512, 64))
+
+    def make_gradient(policy):
+        block = jc.checkpoint(growing, policy=policy, params=0)
+        loss = lambda w, x: jnp.square(block(w, block(w, x))).mean()  # noqa: E731
+        return jax.grad(loss), (w, x)
+
+    return make_gradient, jc.sensitivity(make_gradient, probes=2)
+
+
+def inside(plan):
+    return {type(a) for n, a in plan.actions.items() if "/" in n}
+
+
+def plan_of(grown, monkeypatch, tmp_path, **options):
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    make_gradient, found = grown
+    return jc.plan_step(
+        make_gradient,
+        device="h200",
+        sensitivity=found,
+        progress=lambda line: None,
+        **options,
+    )
+
+
+def test_loops_are_exact_where_there_is_room(grown, monkeypatch, tmp_path):
+    whole = plan_of(grown, monkeypatch, tmp_path, max_error=0.5)
+    assert whole.seconds == whole.error == 0
+    assert jc.Quantized not in inside(whole)
+
+
+def test_a_plans_error_is_also_that_of_its_loops(grown, monkeypatch, tmp_path):
+    """As measured: by the noise of their three tensors 4 bits would do."""
+    make_gradient, _ = grown
+
+    def gradient(policy):
+        fun, args = make_gradient(policy)
+        return fun(*args)
+
+    exact = gradient(jc.Policy())
+    assert relative(gradient(jc.policies.int4()), exact) > 0.2
+    assert (3 * noise(jc.Quantized(4))) ** 0.5 < 0.2
+    whole = plan_of(grown, monkeypatch, tmp_path, max_error=0.0)
+    budget = int(0.7 * whole.peak_bytes)
+    plan = plan_of(grown, monkeypatch, tmp_path, max_error=0.2, budget=budget)
+    assert jc.Quantized in inside(plan) and plan.peak_bytes <= budget
+    error = relative(gradient(plan), exact)
+    assert plan.error == pytest.approx(error, rel=0.02)  # by the same arithmetic
+    assert error < 0.2

@@ -337,3 +337,33 @@ def test_the_budget_that_is_asked_for_is_enough(plan):
     [least] = re.findall(r"must be (.*) or more", str(refused.value))
     found = plan(least.replace(" ", ""))
     assert found.peak_bytes <= found.budget
+
+
+def attention(w, x):
+    scores = jnp.einsum("btd,bsd->bts", x @ w["q"], x @ w["k"])
+    return x + jax.nn.softmax(scores / 8) @ x
+
+
+@pytest.mark.parametrize(
+    ("made", "used"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_of_another_dtype(made, used, monkeypatch, tmp_path):
+    """A softmax is rounded between its functions, which are then one more."""
+    monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {"q": jax.random.normal(keys[0], (64, 64)) / 8}
+    w["k"] = jax.random.normal(keys[1], (64, 64)) / 8
+    x = jax.random.normal(keys[2], (2, 32, 64))
+
+    def cast(tree, dtype):
+        return jax.tree.map(lambda a: a.astype(dtype), tree)
+
+    told = {"progress": lambda line: None, "device": "h200", "max_error": 0.0}
+    found = jc.plan(attention, *cast((w, x), made), layers=2, **told)
+
+    def gradient(policy):
+        block = jc.checkpoint(attention, policy=policy, params=0)
+        w_, x_ = cast((w, x), used)
+        return jax.grad(lambda w: jnp.square(block(w, x_)).sum())(w_)
+
+    assert relative(gradient(found), gradient(jc.Policy())) < 1e-6
