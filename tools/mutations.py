@@ -29,6 +29,13 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "what loops round is no part of a plan's error",
+        "jaxcompact/planner/sensitivity.py",
+        "if plan.inside:",
+        "if False:",
+        "tests/planner/test_loops.py::test_a_plans_error_is_also_that_of_its_loops",
+    ),
+    Mutation(
         "loops are rounded by a guess, where they can be measured",
         "jaxcompact/planner/problem.py",
         "if inside and found is not None and found.measure:",

@@ -8,7 +8,7 @@ import jaxcompact as jc
 from jaxcompact.planner import search
 from jaxcompact.planner.effects import noise
 from jaxcompact.planner.milp import solve
-from jaxcompact.planner.problem import CODECS, problem_of
+from jaxcompact.planner.problem import CODECS, problem_of, problems_of
 from tests.planner.blocks import of, relative
 
 
@@ -149,7 +149,10 @@ def test_loops_are_exact_where_there_is_room(grown, monkeypatch, tmp_path):
 
 def test_a_plans_error_is_also_that_of_its_loops(grown, monkeypatch, tmp_path):
     """As measured: by the noise of their three tensors 4 bits would do."""
-    make_gradient, _ = grown
+    make_gradient, found = grown
+    card = jc.memory.devices()["h200"]
+    asked = [p for _, p in problems_of(make_gradient, card, 0.2, found, CODECS)]
+    assert [p.noise > 0 for p in asked] == [False, True]  # exact, 8 bits
 
     def gradient(policy):
         fun, args = make_gradient(policy)
