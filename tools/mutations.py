@@ -59,8 +59,8 @@ MUTATIONS = [
     Mutation(
         "the first moment of another name stays in the old coordinates",
         "jaxcompact/optimizers.py",
-        '"ema", "exp_avg", "acc_grads"',
-        '"ema", "acc_grads"',
+        '"ema", "exp_avg"',
+        '"ema"',
         "tests/optimizers/test_inner.py::test_first_moments_of_any_name_are_transferred",
     ),
     Mutation(
@@ -877,8 +877,8 @@ MUTATIONS = [
     Mutation(
         "what was accumulated is lifted by another P",
         "jaxcompact/optimizers.py",
-        '"acc_grads", ',
-        "",
+        '"exp_avg", "acc_grads"',
+        '"exp_avg"',
         "tests/optimizers/test_inner.py::"
         "test_what_is_accumulated_is_not_lifted_by_another_p",
     ),
