@@ -44,9 +44,9 @@ MUTATIONS = [
     ),
     Mutation(
         "loops are rounded where there is room",
-        "jaxcompact/planner/search.py",
-        "return (fastest.seconds, k) if fastest else (math.inf, -k)",
-        "return 0.0, -k",
+        "jaxcompact/planner/trials.py",
+        "return (found.seconds, -k) if found else (math.inf, k)",
+        "return 0.0, k",
         "tests/planner/test_loops.py::test_loops_are_exact_where_there_is_room",
     ),
     Mutation(
@@ -248,10 +248,10 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan that was compiled ends the search for another",
-        "jaxcompact/planner/search.py",
+        "jaxcompact/planner/trials.py",
         "return candidates.fastest(room, is_new)",
         "solution = candidates.fastest(room)\n"
-        "        return solution if solution and is_new(solution) else None",
+        "            return solution if solution and is_new(solution) else None",
         "tests/planner/test_plan.py::test_a_larger_budget_is_not_slower",
     ),
     Mutation(
@@ -526,7 +526,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a plan above its budget is taken",
-        "jaxcompact/planner/search.py",
+        "jaxcompact/planner/trials.py",
         "if found[-1].peak_bytes <= limit:",
         "if found[-1].peak_bytes >= limit:",
         "tests/planner/test_plan.py::test_budgets_are_kept_and_used",

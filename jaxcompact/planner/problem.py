@@ -1,7 +1,7 @@
 """What a planner chooses among: the tensors of a block, and what each choice costs."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -102,10 +102,9 @@ def problem_of(
 ) -> tuple[Traces, Problem]:
     """The block that a step checkpoints, and its choices.
 
-    Of `problems_of` the last, whose loops take the least.
+    Of `problems_of` the first, whose loops take the least.
     """
-    *_, last = problems_of(make_step, card, max_error, found, codecs)
-    return last
+    return next(problems_of(make_step, card, max_error, found, codecs))
 
 
 def problems_of(
@@ -114,8 +113,8 @@ def problems_of(
     max_error: float,
     found: Sensitivity | None,
     codecs: Sequence[Codec],
-) -> list[tuple[Traces, Problem]]:
-    """The same block with the bodies of its loops stored exactly, in 8 and in 4 bits.
+) -> Iterator[tuple[Traces, Problem]]:
+    """The same block with the bodies of its loops stored in 4 bits, in 8 and exactly.
 
     Those within ``max_error``, as far as loops go; one, if there are none. What is not
     chosen besides (masks, integers) is stored as by `policies.int4`.
@@ -134,25 +133,29 @@ def problems_of(
 
     exact = Compress(Save())
     if not max_error:
-        return [under(exact)]
-    four = traces, asked = under(policies.int4())
-    if not asked.noise:  # of what loops encode
-        return [four]
-    names = frozenset(bodies_of(traces))
-    others = (under(_Inside(names, bodies)) for bodies in (exact, policies.int8()))
-    within = [p for p in (*others, four) if p[1].noise <= max_error * max_error]
-    return within or [under(exact)]
+        yield under(exact)
+        return
+    traces, asked = under(policies.int4())
+    in_loops = asked.noise > 0
+    if asked.noise <= max_error * max_error:
+        yield traces, asked
+    if in_loops:
+        outside = frozenset(t.name for t, _, _ in traces.replay.chosen.values())
+        eight = under(_Outside(outside, policies.int8()))
+        if eight[1].noise <= max_error * max_error:
+            yield eight
+        yield under(_Outside(outside, exact))
 
 
 @dataclass(frozen=True)
-class _Inside:
-    """`policies.int4`, but another policy for the tensors of these names."""
+class _Outside:
+    """`policies.int4` for the tensors of these names, another policy for all others."""
 
     names: frozenset[str]
-    policy: ChoosesActions
+    others: ChoosesActions
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
-        policy = self.policy if tensor.name in self.names else policies.int4()
+        policy = policies.int4() if tensor.name in self.names else self.others
         return policy.decide(tensor)
 
 

@@ -219,7 +219,7 @@ def test_plans_keep_their_budget_and_their_error(beside, layers, factor, max_err
 
     def planned(budget):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys.modules["jaxcompact.planner.search"], "peak", peak)
+            patch.setattr(sys.modules["jaxcompact.planner.trials"], "peak", peak)
             options = {"max_error": max_error, "progress": lambda line: None}
             return jc.plan_step(make_step, layers=layers, budget=budget, **options)
 

@@ -11,7 +11,7 @@ from jaxcompact.planner import candidates
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of
-from jaxcompact.planner.search import scan_step
+from jaxcompact.planner.scan import scan_step
 
 LAYERS, NOISE = 4, 0.04
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
-from jaxcompact.planner import search
 from jaxcompact.planner.problem import CODECS, problem_of
+from jaxcompact.planner.scan import scan_step
 from tests.planner.blocks import FF, LAYERS, PARAMS, D, X, block, of, relative
 
 
@@ -17,7 +17,7 @@ def test_arguments_lie_on_several_devices(tmp_path, monkeypatch):
     mesh = jax.sharding.AbstractMesh((4,), ("data",), axis_types=types)
     sharding = jax.NamedSharding(mesh, jax.P("data"))
     moments = jax.ShapeDtypeStruct((2**14, 2**14), jnp.bfloat16, sharding=sharding)
-    scanned = search.scan_step(block, (PARAMS, X), LAYERS, 0)
+    scanned = scan_step(block, (PARAMS, X), LAYERS, 0)
 
     def make_step(policy):
         step, args = scanned(policy)
@@ -90,7 +90,7 @@ def test_weights_lie_on_several_devices(kind):
     params = {name: shared(PARAMS[name], None, "tensor") for name in ("gate", "up")}
     params["down"] = shared(PARAMS["down"], "tensor")
     fun = of_types if kind == "Explicit" else block
-    [step, args] = search.scan_step(fun, (params, shared(X)), LAYERS, 0)(jc.Policy())
+    [step, args] = scan_step(fun, (params, shared(X)), LAYERS, 0)(jc.Policy())
     weights = LAYERS * 3 * 2 * D * FF
     found = jc.memory.peak(step, *args)
     assert found.breakdown["inputs"] == weights // 2 + 2 * X.size
@@ -104,7 +104,7 @@ def test_values_lie_on_several_devices(count):
     card = jc.memory.devices()["h200"]
 
     def asked(*args):
-        make_step = search.scan_step(block, args, LAYERS, 0)
+        make_step = scan_step(block, args, LAYERS, 0)
         return problem_of(make_step, card, 0.2, None, CODECS)[1]
 
     types = (jax.sharding.AxisType.Explicit,)

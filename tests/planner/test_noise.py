@@ -10,7 +10,7 @@ from jaxcompact.memory import devices
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import noise
 from jaxcompact.planner.problem import problem
-from jaxcompact.planner.search import scan_step
+from jaxcompact.planner.scan import scan_step
 from jaxcompact.planner.sensitivity import CODECS
 from tests.planner.gradients import D, X, flat, make_gradient
 

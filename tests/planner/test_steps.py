@@ -9,8 +9,9 @@ from flax import linen as nn
 
 import jaxcompact as jc
 from jaxcompact import linen as clinen
-from jaxcompact.planner import candidates, search
+from jaxcompact.planner import candidates, trials
 from jaxcompact.planner.block import block_of
+from jaxcompact.planner.scan import scan_step
 from tests.planner.blocks import LAYERS, MIB, PARAMS, D, X, block, of
 
 
@@ -94,8 +95,8 @@ def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
         steps.append(policy)
         return scanned(policy)
 
-    steps, scanned = [], search.scan_step(block, (PARAMS, X), LAYERS, 0)
-    monkeypatch.setattr(search, "peak", peak)
+    steps, scanned = [], scan_step(block, (PARAMS, X), LAYERS, 0)
+    monkeypatch.setattr(trials, "peak", peak)
     monkeypatch.setattr(candidates, "alive", stored_alone)
     found = jc.plan_step(make_step, layers=LAYERS, budget=f"{budget}MiB")
     assert tried == stored

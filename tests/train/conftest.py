@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 TRAIN = Path(__file__).resolve().parents[2] / "train"
@@ -67,6 +68,18 @@ def pretrain_process(tmp_path_factory):
         )
 
     return start
+
+
+@pytest.fixture
+def one_device(request, monkeypatch):
+    """For runs in this process: programs of one compile in two thirds of the time."""
+    if "several_devices" not in request.fixturenames:
+        monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+@pytest.fixture
+def several_devices():
+    """For tests that need them where `one_device` is for all."""
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -32,21 +31,9 @@ def sst2(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path, monkeypatch):
+def elsewhere(tmp_path, monkeypatch, one_device):
     """Runs without --out write below the working directory."""
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def one_device(request, monkeypatch):
-    """Its programs compile in two thirds of the time."""
-    if "several_devices" not in request.fixturenames:
-        monkeypatch.setattr(jax, "device_count", lambda: 1)
-
-
-@pytest.fixture
-def several_devices():
-    """All that there are."""
 
 
 @pytest.fixture

@@ -14,14 +14,9 @@ import pretrain
 from tests.train.pretraining.runs import MICRO, SMALL, text
 
 
-def small(patch):
-    patch.setitem(configs.MODELS, "tiny", MICRO)
-    patch.setattr(jax, "device_count", lambda: 1)  # compiled in two thirds of the time
-
-
 @pytest.fixture(autouse=True)
-def micro_model(monkeypatch):
-    small(monkeypatch)
+def micro_model(monkeypatch, one_device):
+    monkeypatch.setitem(configs.MODELS, "tiny", MICRO)
     monkeypatch.setattr(curves, "plot", lambda out: None)  # a second a run
 
 
@@ -57,7 +52,8 @@ def example(tmp_path_factory, arguments):
         jax.numpy_dtype_promotion("standard"),
         contextlib.redirect_stdout(printed),
     ):
-        small(patch)
+        patch.setitem(configs.MODELS, "tiny", MICRO)
+        patch.setattr(jax, "device_count", lambda: 1)  # as of the tests that read it
         assert pretrain.main([*arguments, "--out", str(out)]) == 0
     return out, printed.getvalue()
 

@@ -83,10 +83,11 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
     assert kept == ["3", "8"]
 
 
+@pytest.mark.usefixtures("several_devices")
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--mesh", "fsdp=3"], "as many places as there are devices, 1, got 'fsdp=3'"),
+        (["--mesh", "fsdp=3"], "as many places as there are devices, 4, got 'fsdp=3'"),
         (["--mesh", "model=4"], "--mesh must be sizes of data, fsdp, tensor, as"),
         (
             ["--blocks", "5"],
@@ -117,7 +118,7 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--kind", "dense"], "argument --kind: invalid choice: 'dense'"),
         (
             ["--mesh", "fsdp=4294967296,tensor=4294967296"],
-            "as there are devices, 1, got 'fsdp=4294967296,tensor=4294967296': 1 * 42",
+            "as there are devices, 4, got 'fsdp=4294967296,tensor=4294967296': 1 * 42",
         ),
         (["--tokenizer", "bpe:999999999999"], "a number above 256 (the bytes and the "),
         (
@@ -141,11 +142,11 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--out", __file__], f"--out must be a folder, but {__file__} is a file"),
         (["--warmup", "1"], "--warmup must be in [0, 1), got 1.0"),
         (
-            ["--batch-size", "6", "--accumulate", "4"],
-            "devices that share a batch, 4 * 1, got 6",
+            ["--batch-size", "6"],
+            "devices that share a batch, 1 * 4, got 6",
         ),
         (["--batch-size", str(2**31)], "--batch-size must be below 2^31, got 21474836"),
-        (["--accumulate", "8"], "8 * 1, got 4"),
+        (["--accumulate", "2"], "2 * 4, got 4"),
         (["--seq-len", "65"], "--seq-len must be at most 64"),
         (["--data", "no/such/file"], "no/such/file: no such file or directory"),
         (["--tokenizer", "no.json"], "no.json"),

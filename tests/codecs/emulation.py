@@ -1,0 +1,97 @@
+"""Quantized in numpy, group by group; shares nothing with the library.
+
+bfloat16 comes from ml_dtypes, quarter octaves from a search, bytes are taken apart by
+hand.
+"""
+
+import ml_dtypes
+import numpy as np
+
+from jaxcompact.codecs import Quantized
+
+F32 = np.float32
+QUARTERS = np.float32(2.0 ** (np.arange(-96, 30) / 4))
+
+
+def towards(value: F32, limit: float) -> F32:
+    """The nearest bfloat16 that lies on the limit's side of the value."""
+    near = ml_dtypes.bfloat16(value)
+    beyond = F32(near) > value if limit < 0 else F32(near) < value
+    return F32(np.nextafter(near, ml_dtypes.bfloat16(limit)) if beyond else near)
+
+
+def stored_scale(scale: F32, scale_bits: int) -> F32:
+    if scale == 0:
+        return F32(0)
+    size = abs(scale)
+    if scale_bits == 8:
+        at = min(np.searchsorted(QUARTERS, size), len(QUARTERS) - 1)
+        return np.copysign(QUARTERS[at], scale)
+    return np.copysign(max(towards(size, np.inf), F32(2.0**-125)), scale)
+
+
+def ratio(x: np.ndarray, scale: F32) -> np.ndarray:
+    """With one reciprocal, as documented: a division would round otherwise."""
+    return x * (F32(1) / scale) if scale else F32(0) * x
+
+
+def mixed(h: np.ndarray) -> np.ndarray:
+    h = (h ^ (h >> 16)) * np.uint32(0x7FEB352D)
+    h = (h ^ (h >> 15)) * np.uint32(0x846CA68B)
+    return h ^ (h >> 16)
+
+
+def noise(values: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
+    golden = np.uint32(0x9E3779B9)
+    order = np.arange(len(values), dtype=np.uint32) * golden
+    digest = mixed(values.view(np.uint32) ^ order).sum(dtype=np.uint32)
+    key = mixed(digest[None] ^ mixed(np.uint32([seed & 0xFFFFFFFF]) + golden))
+    return (mixed(mixed(places * golden + key) ^ key) >> 8) * 2.0**-24
+
+
+def emulated_group(codec: Quantized, values, real: int, places, seed: int):
+    """Codes, scale, minimum and decoded values of one group."""
+    bits = codec.bits
+    top = 2 ** (bits - 1)
+    if codec.symmetric:
+        absmax = np.abs(values).max()
+        if bits == 1:
+            sizes = np.float64(np.abs(values[:real]))
+            scale = absmax if codec.stochastic else F32(sizes.mean())
+        elif codec.stochastic or bits == 8:
+            scale = absmax * F32(1 / (top - 1))
+        else:
+            extremes = values.max(), values.min()
+            scale = extremes[not extremes[0] > -extremes[1]] / F32(-top)
+        scale = stored_scale(scale, codec.scale_bits)
+        low = None
+        position, offset = ratio(values, scale), top
+    else:
+        low = towards(values.min(), -np.inf)
+        span = F32(values.max() - low)
+        scale = stored_scale(span * F32(1 / (2**bits - 1)), 16)
+        position, offset = ratio(values - low, scale), 0
+    if bits == 1 and codec.symmetric:
+        u = noise(values, places, seed) if codec.stochastic else 0.5
+        code, offset = 2 * u - 1 < position, 0
+    elif codec.stochastic:
+        floor = np.floor(position)
+        u = F32(noise(values, places, seed))
+        code = floor + (floor + u < position)
+    else:
+        code = np.rint(position)
+    code = np.clip(code + offset, 0, 2**bits - 1)
+    if low is not None:
+        decoded = low + F32(code) * scale
+    else:
+        decoded = F32(2 * code - 1 if bits == 1 else code - top) * scale
+    return code.astype(int), scale, low, decoded
+
+
+def bits_of(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Codes in a group's bytes, by the layout that kernels/bits documents."""
+    if bits == 3:
+        split = len(packed) * 2 // 3
+        return bits_of(packed[:split], 2) + 4 * bits_of(packed[split:], 1)
+    lanes = [(packed.astype(int) >> (bits * i)) % 2**bits for i in range(8 // bits)]
+    return np.concatenate(lanes)
