@@ -196,7 +196,7 @@ class Sensitivity:
         for name, effect in self._counted().items():
             nbytes += effect.nbytes(actions[name])
             entries += effect.entries
-        return 8 * nbytes / entries
+        return 8 * nbytes / entries if entries else 0.0
 
     def policy(self, bits: float) -> Policy:
         """Automatic precision: the least error at an average of ``bits`` an entry.
@@ -206,10 +206,15 @@ class Sensitivity:
         2206.11357) greedy one leaves bits unused.
 
         Raises ValueError if ``bits`` are no number, or less than the smallest codecs
-        take.
+        take, and where there are no effects, as of a block that is a loop.
         """
         if not is_real(bits):
             raise ValueError(f"bits must be a number, got {bits!r}")
+        if not self.effects:
+            raise ValueError(
+                f"bits must be of what {self.block!r} encodes outside of its loops and "
+                f"branches, which is nothing; got {bits!r}"
+            )
         program, chosen, size = IntegerProgram(), {}, {}
         errors = [e for effect in self.effects.values() for e in effect.errors.values()]
         scale, cost = 1e6 / (max(errors, default=0.0) or 1.0), {}

@@ -62,7 +62,7 @@ def sensitivity(
             sequences are enough: of more, gradients suffer less.
         policy: says what is stored at all; its codecs are measured too. What it
             encodes inside a block's own loops and branches has no effects: under a
-            plan, all of it is measured together.
+            plan, all of it is measured together. A block that is a loop has none.
         codecs: how it may be stored.
         key: of the signs.
         probes: how many v; the error of the sum falls with the root of their number.
@@ -117,10 +117,8 @@ def measuring(
         raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
     require_codecs(codecs)
     found = _prepared(make_gradient, policy, codecs, probes)
-    if found.encodes_nothing:
-        raise ValueError(
-            f"policy must encode something of {found.block!r}, outside of its loops"
-        )
+    if found.encodes_nothing and not found.inside:
+        raise ValueError(f"policy must encode something of {found.block!r}")
     return found.measure, found.args
 
 
@@ -211,7 +209,7 @@ def _prepared(
 
     def measure(key: jax.Array, *args: Any) -> Sensitivity:
         total, leaves = np.zeros((2, sum(sizes))), arrays_of(args)
-        for k in jax.random.split(key, probes):
+        for k in jax.random.split(key, probes) if asked else ():
             zeros = jnp.zeros(total.shape, jnp.float32)
             moved, squared = probed(zeros, k, *leaves)
             total += np.asarray(moved, np.float64) / float(squared) / probes

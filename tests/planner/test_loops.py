@@ -125,6 +125,10 @@ def grown():
     return make_gradient, jc.sensitivity(make_gradient, probes=2)
 
 
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
 def inside(plan):
     return {type(a) for n, a in plan.actions.items() if "/" in n}
 
@@ -168,3 +172,28 @@ def test_a_plans_error_is_also_that_of_its_loops(grown, monkeypatch, tmp_path):
     error = relative(gradient(plan), exact)
     assert plan.error == pytest.approx(error, rel=0.02)  # by the same arithmetic
     assert error < 0.2
+
+
+def test_a_block_that_is_a_loop(monkeypatch, tmp_path):
+    """Nothing has an effect of its own; a plan's error is measured all the same."""
+    w = {"in": normal(0, 64, 64) / 6, "state": normal(1, 64, 64) / 6}
+
+    def make_gradient(policy):
+        block = jc.checkpoint(recurrent, policy=policy, params=0)
+        loss = lambda w, x: jnp.square(block(w, x)).mean()  # noqa: E731
+        return jax.grad(loss), (w, normal(2, 32, 16, 64))
+
+    def gradient(policy):
+        fun, args = make_gradient(policy)
+        return fun(*args)
+
+    found = jc.sensitivity(make_gradient)
+    assert not found.effects and found.bits({}) == 0
+    with pytest.raises(ValueError, match="bits must be of what 'recurrent' encodes"):
+        found.policy(bits=4)
+    whole = plan_of((make_gradient, found), monkeypatch, tmp_path, max_error=0.0)
+    budget = int(0.7 * whole.peak_bytes)
+    plan = plan_of((make_gradient, found), monkeypatch, tmp_path, budget=budget)
+    assert jc.Quantized in inside(plan) and plan.peak_bytes <= budget
+    error = relative(gradient(plan), gradient(jc.Policy()))
+    assert plan.error == pytest.approx(error, rel=0.02) and 0 < error < 0.2

@@ -356,7 +356,7 @@ def test_what_is_refused(found):
     ):
         shapes = jax.eval_shape(lambda: (PARAMS, X))
         jc.sensitivity(lambda p: (make_gradient(p)[0], shapes))
-    with pytest.raises(ValueError, match="of 'block', outside of its loops"):
+    with pytest.raises(ValueError, match="policy must encode something of 'block'"):
         jc.sensitivity(make_gradient, policy=jc.Policy())
     with pytest.raises(ValueError, match="probes must be a positive int, got 0"):
         jc.sensitivity(make_gradient, probes=0)
