@@ -14,12 +14,13 @@ from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
 # at one, at infinity.
 _STEEP_AT_ONE = frozenset("acos acosh asin atanh erf_inv log1p".split())
 _STEEP = _STEEP_AT_ONE | frozenset(
-    """atan2 bessel_i0e bessel_i1e cbrt digamma lgamma log log2 polygamma rsqrt
-    sqrt""".split()
+    """atan2 bessel_i0e bessel_i1e cbrt digamma lgamma log log2 polygamma rsqrt sqrt
+    tan""".split()
 )
+_POLES = frozenset("logistic tanh".split())  # of complex numbers
 # What these make can only be zero, or have another sign, if what they read has.
 _THROUGH = frozenset(
-    """abs add asin asinh atan clamp complex convert_element_type div erf expm1 imag
+    """abs add asin asinh atan clamp complex convert_element_type cos div erf expm1 imag
     integer_pow log1p max min mul neg real reduce_prod select_n sin sinh sort square
     stop_gradient sub tan tanh top_k""".split()
 )
@@ -196,6 +197,8 @@ def steeply_read(op: Op) -> list[int]:
     if op.kind == "pow" or (op.kind == "integer_pow" and op.eqn.params["y"] < 0):
         return [v for v in op.reads if v == op.ins[0]]
     if op.kind in _STEEP or op.kind in SOLVES:
+        return op.reads
+    if op.kind in _POLES and jnp.iscomplexobj(op.eqn.invars[0].aval):
         return op.reads
     return _steep_inputs(op)
 

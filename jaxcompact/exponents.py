@@ -1,7 +1,7 @@
 """What exponentials are taken of: an error of it is one of all that they make.
 
-Logits of a softmax or a cross-entropy, what decays are made of. Of fast sines as well,
-whose phase it is.
+Logits of a softmax or a cross-entropy, what decays are made of. Of sines as well, whose
+phase is multiplied: by a number, by what is learned, by another activation.
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -10,9 +10,16 @@ from jax.extend.core import Literal
 
 from jaxcompact.differences import given_by
 from jaxcompact.graph import Graph, Op, bodies
-from jaxcompact.kinds import EXPONENTIALS, REDUCTIONS, expensive, is_any
+from jaxcompact.kinds import (
+    ADDITIONS,
+    EXPONENTIALS,
+    REDUCTIONS,
+    expensive,
+    is_any,
+    renames,
+)
 
-_FAST = 8  # radians of a sine for one of what it is made of
+_FAST = 2  # radians of a sine for one of what it is made of
 
 
 def find_exponents(
@@ -46,7 +53,7 @@ def _exponents_of(
     if op.kind in EXPONENTIALS:
         return op.reads
     if op.kind in ("sin", "cos"):
-        return [v for v in op.reads if _is_fast(made_by.get(v))]
+        return [v for v in op.reads if _is_fast(v, made_by)]
     if op.kind == "custom_jvp_call":
         softplus = is_any(op, ("log1p",)) and losses.isdisjoint(op.outs)
         return op.reads if is_any(op, ("exp",)) and not softplus else ()
@@ -70,9 +77,24 @@ def _of_sigmoids(graph: Graph) -> set[int]:
     return made - others
 
 
-def _is_fast(op: Op | None) -> bool:
-    factors = op.ins if op is not None and op.kind == "mul" else ()
-    return any(isinstance(f, Literal) and abs(f.val) >= _FAST for f in factors)
+def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
+    """Whether a phase may turn faster than what it is made of: that is multiplied, but
+    for a small number that is written there."""
+    todo = [value]
+    while todo:
+        op = made_by.get(todo.pop())
+        if op is None:
+            continue
+        if op.kind in ("mul", "div"):
+            by = [v for v in op.ins[-1:] if op.kind == "div"] or op.ins
+            written = [abs(v.val) for v in by if isinstance(v, Literal)]
+            least = 1 / _FAST if op.kind == "div" else 0.0
+            if not written or not least < written[0] < _FAST:
+                return True
+            todo += op.reads
+        elif op.kind in ADDITIONS | {"neg", "convert_element_type"} or renames(op):
+            todo += op.reads
+    return False
 
 
 def _losses(graph: Graph, given: Set[int]) -> set[int]:

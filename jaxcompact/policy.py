@@ -35,8 +35,8 @@ class Derivative:
     Args:
         codec: how ``f'(x)`` is stored. `BitMask` where it is 0 or 1 (relu): 1 bit,
             exact.
-        value: how ``y`` is stored where the backward pass reads it; None makes it again
-            from the stored x.
+        value: how ``y`` is stored where the backward pass reads it, `Save` as it is;
+            None makes it again from the stored x.
 
     Source: notes on GACT (arXiv 2206.11357), whose variance analysis needs it; Mesa
     (arXiv 2111.11124) and ActNN (arXiv 2104.14129) store relu's bits.
@@ -46,11 +46,11 @@ class Derivative:
     """
 
     codec: Codec
-    value: Codec | None = None
+    value: Save | Codec | None = None
 
     def __post_init__(self):
         _require(self, "codec", Codec)
-        _require(self, "value", Codec | None)
+        _require(self, "value", Save | Codec | None)
 
 
 def _require(holder: Any, name: str, kinds: Any) -> None:
@@ -66,6 +66,17 @@ def _require(holder: Any, name: str, kinds: Any) -> None:
 
 
 Action = Save | Recompute | Derivative | Codec
+
+
+def of_value(action: Action) -> Save | Recompute | Codec:
+    """What is done with a tensor's own numbers, not with its derivative.
+
+    >>> of_value(Derivative(BitMask()))
+    Recompute()
+    """
+    return action.value or Recompute() if isinstance(action, Derivative) else action
+
+
 _EXACT = BitMask, Narrow, Offload
 
 

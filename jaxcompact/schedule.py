@@ -216,10 +216,12 @@ class Schedule:
         return bool(now) and all(self.last[v] == self.now for v in now)
 
     def _hold(self, env: dict[int, Any]) -> None:
-        """What is decoded up to the next expensive operation waits for the last one."""
+        """What is decoded or made again up to the next expensive operation on
+        cotangents waits for the last one."""
         after = self._after(None)
         for op in self.ordered.ops[self.now + 1 :] if after else ():
-            if expensive(op):
+            again = self.chain.isdisjoint(op.outs)
+            if expensive(op) and not again:
                 return
             if _keeps(self.reader.get(op, op)):  # for which it waits
                 continue
@@ -227,6 +229,18 @@ class Schedule:
             for value in sorted(values - self.held.keys()):
                 if self.stages.get(value) != self.stage:
                     self.held[value] = self._waiting(value, after, env)
+            if again and (expensive(op) or op.kind == "gather"):
+                self._hold_what_is_here(op, after, env)
+
+    def _hold_what_is_here(self, op: Op, after: list[int], env: dict[int, Any]) -> None:
+        """Of what the operation is made of."""
+        value = next(iter(op.reads), None)
+        while value in self.maker and value not in env:
+            value = next(iter(self.maker[value].reads), None)
+        here = value in env and value not in self.later
+        if here and self.waited.get(value, 0) < self.stage:
+            env[value] = _tied_to(env[value], after, env)
+            self.waited[value] = self.stage
 
 
 def _tied_to(x: Any, values: list[int], env: dict[int, Any]) -> Any:

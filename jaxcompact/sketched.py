@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +65,12 @@ class SketchedKernel:
     __pow__ = __matmul__ = __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __jax_array__
     __rpow__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __jax_array__
 
-    def __getattr__(self, name: str):  # of an array: T, astype, reshape
+    def astype(self, dtype: jax.typing.DTypeLike) -> "SketchedKernel":
+        """Its gradient is still of the parameter's dtype."""
+        weight, sketch = self.weight.astype(dtype), self.sketch.astype(dtype)
+        return replace(self, weight=weight, sketch=sketch)
+
+    def __getattr__(self, name: str):  # of an array: T, reshape
         if name.startswith("_") or not hasattr(jax.Array, name):
             raise AttributeError(name)
         raise AttributeError(f"{name}: {self._told()}")

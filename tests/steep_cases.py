@@ -224,6 +224,10 @@ def _(primals, tangents):
     return binarized(*primals), tangents[0]
 
 
+def nearly_upright(angle):
+    return jnp.clip(angle, -1.4, 1.4)
+
+
 EXPERTS = {"e": normal(0, 50, 32), "w": W, "g": normal(2, 32, 4) / 6}
 EXPERTS["x"] = normal(3, 4, 32, 32) / 6
 ONE = {"w": W}
@@ -307,6 +311,13 @@ CASES = ATTENTION | {
     ),
     "divided by hand": (quantization_aware, TWO, X),
     "differential equation": (flow, ONE, X),
+    "secants": (lambda p, x: 1 / jnp.cos(nearly_upright(x @ p["w"])), ONE, X),
+    "tangents": (lambda p, x: jnp.tan(nearly_upright(x @ p["w"])), ONE, X),
+    "tangents of complex numbers": (
+        lambda p, x: jnp.tanh(x @ p["w"] + 1j * nearly_upright(x @ p["v"])).imag,
+        TWO,
+        X,
+    ),
     "remainder": (lambda p, x: jnp.mod(4 * (x @ p["w"]), 3.0) ** 2, ONE, X),
 }
 

@@ -66,6 +66,23 @@ def fast_sines(p, x):
     return jnp.mean((jnp.sin(30 * (h @ p["b"] / 160)) - 1) ** 2)
 
 
+def turns(p, x):
+    """Angles as parts of a circle."""
+    return jnp.mean((jnp.sin(2 * jnp.pi * (x @ p["a"]) + 1) @ p["b"] - x[:, :16]) ** 2)
+
+
+def snake(p, x):
+    """Each channel has a frequency of its own, which is learned."""
+    h, a = x @ p["a"], 2 + p["b"][:, 0] / 2
+    return jnp.mean(((h + jnp.sin(a * h) ** 2 / a) @ p["b"] - x[:, :16]) ** 2)
+
+
+def modulated(p, x):
+    """Frequencies that are made of the input."""
+    h, a = x @ p["a"], 5 * jax.nn.sigmoid(x @ p["a"])
+    return jnp.mean((jnp.cos(h * a - h) @ p["b"] - x[:, :16]) ** 2)
+
+
 LOSSES = {
     "log softmax": lambda p, x: of_the_right(jax.nn.log_softmax(logits(p, x))),
     "log of softmax": lambda p, x: of_the_right(jnp.log(jax.nn.softmax(logits(p, x)))),
@@ -82,6 +99,9 @@ LOSSES = {
     "sampled": sampled,
     "a deep kernel": deep_kernel,
     "fast sines": fast_sines,
+    "turns": turns,
+    "snake": snake,
+    "modulated": modulated,
 }
 
 
@@ -115,8 +135,13 @@ def stored(fun, *args):
 
 
 def test_what_is_no_exponent_has_four_bits():
-    """Activations with an exponential inside, whose results are not a loss."""
+    """Activations with an exponential inside, whose results are not a loss.
+
+    And sines of no more than what is stored.
+    """
     by_hand = (
+        jnp.sin,
+        lambda h: jnp.cos(h / 1.5 + 1),
         lambda h: h / (1 + jnp.exp(-h)),
         lambda h: h * jnp.tanh(jnp.log1p(jnp.exp(h))),
     )

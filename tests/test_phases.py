@@ -148,7 +148,10 @@ def test_what_stays_whole_is_the_narrowest():
 
 
 def test_other_sines_are_rounded():
-    """Of a hidden layer, also by two numbers, and of what is scaled by less than 8."""
+    """Of a hidden layer, also by two numbers, and of what is scaled by less than 8.
+
+    In 8 bits where that is 2 or more, or several numbers.
+    """
 
     def hidden(p, x, scales=lambda: 30.0):
         h = jnp.sin(scales() * (jnp.tanh(x) @ p["a"]))
@@ -163,4 +166,5 @@ def test_other_sines_are_rounded():
     wide = "Quantized(bits=8, symmetric=False)"
     assert stored(hidden, PARAMS, X)["dot_general.0"] == wide
     assert stored(slow_twice, PARAMS, X)["dot_general.0"] == "Quantized(bits=4)"
-    assert stored(slow, PARAMS, X)["dot_general.0"] == "Quantized(bits=4)"
+    assert stored(slow_twice, PARAMS, X)["dot_general.2"] == wide
+    assert stored(slow, PARAMS, X)["dot_general.0"] == wide

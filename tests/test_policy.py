@@ -100,7 +100,7 @@ def test_checkpoint_refuses_what_is_no_policy(policy):
         (lambda: jc.Derivative(4), "codec of Derivative must be Codec, got 4"),
         (
             lambda: jc.Derivative(Q4, 8),
-            "value of Derivative must be Codec or None, got",
+            "value of Derivative must be Save or Codec or None, got",
         ),
         (lambda: Compress(Q4, scores=8), "scores of Compress must be .*None, got 8"),
         (lambda: Compress(Q4, attention=8), "attention of Compress must be .* got 8"),

@@ -73,6 +73,20 @@ def test_arithmetic_is_done_again_after_a_product(fun):
     assert hidden in made_of(eqns, second)
 
 
+def masked(w, x):
+    """What a product gives the gradient meets a mask before the hidden values."""
+    return jax.nn.relu(jnp.sin(x @ w[0])) @ w[1]
+
+
+@pytest.mark.parametrize("fun", [gated, masked])
+def test_a_product_is_made_again_when_it_is_read(fun):
+    """Of the inputs, nothing else would keep XLA from making it at once."""
+    policy = jc.Policy({"dot_general.0": jc.Recompute()}, default=jc.Save())
+    eqns = backward(fun, policy, params=0)
+    _, hidden, again, _ = places(eqns, "dot_general")
+    assert hidden in made_of(eqns, again)
+
+
 @pytest.mark.parametrize(
     "codec", [jc.Chain(jc.Hadamard(), INT4), jc.OutlierQuantized(), jc.Offload()]
 )

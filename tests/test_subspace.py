@@ -189,6 +189,23 @@ def test_sketches_have_the_dtype_of_their_kernels(dtype, x_dtype):
     assert bool((rounded == sketch).all()) == (dtype == jnp.bfloat16)
 
 
+def test_a_kernel_may_be_cast_first():
+    """Its sketch's gradient is rounded to that dtype, and has its own again."""
+    space = subspace({r"head/kernel": jc.Projection(rank=4)})
+    x = jax.random.normal(jax.random.key(1), (64, 16), jnp.bfloat16)
+
+    def sketch(cast):
+        def loss(params):
+            y = jc.linear(x, cast(params["head"]["kernel"]), dtype=x.dtype)
+            return y.astype(jnp.float32).sum()
+
+        return jc.value_and_grad(loss, space)(PARAMS, step=0)[1]["head"]["kernel"]
+
+    found, by_itself = sketch(lambda w: w.astype(jnp.bfloat16)), sketch(lambda w: w)
+    assert found.dtype == jnp.float32 and jnp.abs(found).max() > 1
+    assert (abs(found - by_itself) <= 2.0**-8 * abs(by_itself)).all()
+
+
 def test_has_aux_and_keyword_arguments():
     space = subspace({r"head/kernel": jc.Projection(rank=4)})
 

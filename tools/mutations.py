@@ -29,6 +29,43 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "what is made of what is stored is needed all the same",
+        "jaxcompact/planner/lifetimes.py",
+        "(found.get(v, ()) for v in op.outs if v not in apart)",
+        "(found.get(v, ()) for v in op.outs)",
+        "tests/planner/test_candidates.py"
+        "::test_blocks_of_a_network_that_is_planned_whole",
+    ),
+    Mutation(
+        "the sum of a block's relu can't be stored",
+        "jaxcompact/planner/problem.py",
+        "if function and not tensor.discrete and len(large) > 1:",
+        "if False:",
+        "tests/planner/test_candidates.py"
+        "::test_blocks_of_a_network_that_is_planned_whole",
+    ),
+    Mutation(
+        "noise costs nothing",
+        "jaxcompact/planner/milp.py",
+        "price = _PRICE * sum(problem.runs.values()) / noise",
+        "price = 0.0",
+        "tests/planner/test_milp.py::test_of_plans_as_fast_the_more_exact",
+    ),
+    Mutation(
+        "a product is made again before what it waits for",
+        "jaxcompact/schedule.py",
+        'if again and (expensive(op) or op.kind == "gather"):',
+        "if False:",
+        "tests/test_schedule.py::test_a_product_is_made_again_when_it_is_read",
+    ),
+    Mutation(
+        "phases that are multiplied are as others",
+        "jaxcompact/exponents.py",
+        "return [v for v in op.reads if _is_fast(v, made_by)]",
+        "return []",
+        "tests/test_exponents.py::test_gradients_are_near[4-turns]",
+    ),
+    Mutation(
         "what loops round is no part of a plan's error",
         "jaxcompact/planner/sensitivity.py",
         "if plan.inside:",
@@ -45,7 +82,7 @@ MUTATIONS = [
     Mutation(
         "loops are rounded where there is room",
         "jaxcompact/planner/trials.py",
-        "return (found.seconds, -k) if found else (math.inf, k)",
+        "return (found.cost, -k) if found else (math.inf, k)",
         "return 0.0, k",
         "tests/planner/test_loops.py::test_loops_are_exact_where_there_is_room",
     ),
@@ -527,8 +564,8 @@ MUTATIONS = [
     Mutation(
         "a plan above its budget is taken",
         "jaxcompact/planner/trials.py",
-        "if found[-1].peak_bytes <= limit:",
-        "if found[-1].peak_bytes >= limit:",
+        "if found[1].peak_bytes <= limit:",
+        "if found[1].peak_bytes >= limit:",
         "tests/planner/test_plan.py::test_budgets_are_kept_and_used",
     ),
     Mutation(
@@ -556,7 +593,7 @@ MUTATIONS = [
     Mutation(
         "what is made again takes no memory, to the integer program",
         "jaxcompact/planner/lifetimes.py",
-        "range(min(at), max(at) + 1)",
+        "range(min(at), self.last[source] + 1)",
         "()",
         "tests/planner/test_milp.py::test_what_is_in_memory_is_counted[mlp-1]",
     ),

@@ -17,7 +17,6 @@ from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
 from jaxcompact.planner.problem import Option, Problem
 from jaxcompact.planner.stages import loads
-from jaxcompact.policy import Save
 from jaxcompact.sources import Residual, Source
 
 
@@ -33,7 +32,7 @@ def alive(problem: Problem, chosen: Sequence[Option | None], layers: int) -> int
     first = {s: min(stages.uses[s]) for s in last}
     need, again = _again(problem, stored, first)
 
-    encoded = {s for s, option in stored.items() if option.action != Save()}
+    encoded = {s for s, option in stored.items() if option.encoded}
     away = {s for s, option in stored.items() if option.away}
     light = {*stored, *(s for s in need if s not in problem.makers)}
     there = {s for s in need if s in stages.loaded}

@@ -31,10 +31,11 @@ class Candidates:
     def fastest(
         self, limit: float, wanted: Callable[[Solution], bool] = lambda solution: True
     ) -> Solution | None:
-        """That is wanted and takes no more than that, if there is one."""
+        """That is wanted and takes no more than that, if there is one; of the least
+        cost, which is its seconds and a little for its noise."""
         self.known += [*self._near(limit), *self._corrected(limit)]
         fitting = (s for s in self.known if self.nbytes(s) <= limit and wanted(s))
-        return min(fitting, key=lambda s: s.seconds, default=None)
+        return min(fitting, key=lambda s: s.cost, default=None)
 
     def _near(self, limit: float) -> Iterator[Solution]:
         """From the last of the frontier that is too large to the next that is not."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.planner.integer import IntegerProgram
-from jaxcompact.policy import Action, ChoosesActions, Policy, written
+from jaxcompact.policy import Action, ChoosesActions, Policy, of_value, written
 from jaxcompact.tensor import Tensor
 
 _LOST = 1e6  # a thousand times the gradient
@@ -69,7 +69,8 @@ def noise(codec: Codec) -> float:
 
 def noise_of(action: Action, tensor: Tensor) -> float:
     """The same of what is done with a tensor; 0 if that is exact."""
-    return noise(action) if tensor.floating and isinstance(action, Codec) else 0.0
+    value = of_value(action)
+    return noise(value) if tensor.floating and isinstance(value, Codec) else 0.0
 
 
 @functools.cache
@@ -110,9 +111,9 @@ class Sensitivity:
         """
         _require_actions(actions)
         found = (
-            self.effects[name].error(action)
+            self.effects[name].error(of_value(action))
             for name, action in actions.items()
-            if name in self.effects and isinstance(action, Codec)
+            if name in self.effects and isinstance(of_value(action), Codec)
         )
         return (self.inside + sum(found)) ** 0.5
 

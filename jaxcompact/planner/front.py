@@ -174,10 +174,12 @@ def front(
     whole = _point("", traces, card).seconds
 
     def points(asked, name, noise):
-        return tuple(
-            Point(name, s.nbytes, whole + s.seconds, s.noise**0.5)
-            for s in reversed(frontier(asked, noise, count))
-        )
+        found: list[Point] = []
+        for s in reversed(frontier(asked, noise, count)):
+            point = Point(name, s.nbytes, whole + s.seconds, s.noise**0.5)
+            if not found or point.seconds < found[-1].seconds:  # others are more exact
+                found.append(point)
+        return tuple(found)
 
     return Front(
         traces.traced.label,

@@ -26,8 +26,13 @@ class IntegerProgram:
         if terms := {k: v for k, v in terms.items() if v}:
             self.rows.append((terms, least, most))
 
-    def minimize(self, cost: Mapping[int, float]) -> np.ndarray | None:
-        """Which variables are 1, of the least cost; None if there is no solution."""
+    def minimize(
+        self, cost: Mapping[int, float], nodes: int | None = None
+    ) -> np.ndarray | None:
+        """Which variables are 1, of the least cost; None if there is no solution.
+
+        With ``nodes``, the best that is found in so many of the search's tree, or None.
+        """
         # Comes with jax, but takes as long to import as jaxcompact does.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
@@ -49,5 +54,6 @@ class IntegerProgram:
                 constraints=LinearConstraint(matrix, *np.transpose(bounds)),
                 bounds=Bounds(self.least, self.most),
                 integrality=self.binary,
+                options={} if nodes is None else {"node_limit": nodes},
             )
         return None if found.x is None else found.x > 0.5

@@ -22,7 +22,6 @@ from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.problem import Item, Problem
-from jaxcompact.policy import Save
 from jaxcompact.sources import Residual, Source
 
 Terms = dict[int, float]
@@ -55,10 +54,6 @@ class Lifetimes:
     ):
         self.problem, self.program, self.stored = problem, program, stored
         stages, self.sizes = problem.stages, problem.stages.sizes
-        self.uses, self.operands, self.loaded = (
-            _with_elementwise(problem, at)
-            for at in (stages.uses, stages.operands, stages.loaded)
-        )
         self.rows: list[Terms] = [{} for _ in stages.cotangents]
         statistics = {i.source for i in problem.items if i.tensor.statistic}
         # What is made again by itself: the rest runs within what reads it.
@@ -67,13 +62,19 @@ class Lifetimes:
         }
         self.again |= {s: x for s, x in remade.items() if s in problem.makers}
         self.again = {v: x for v, x in self.again.items() if v not in statistics}
+        self.uses, self.operands, self.loaded = (
+            _with_elementwise(problem, at, self.again)
+            for at in (stages.uses, stages.operands, stages.loaded)
+        )
         self.encoded: dict[Source, list[int]] = {}
         for item in problem.items:
             self._store(item, layers)
         residuals = {s: s.op for s in stages.uses if isinstance(s, Residual)}
+        every = _with_elementwise(problem, stages.uses, ())
+        self.last = {source: max(at) for source, at in every.items() if at}
         for source, op in (problem.makers | residuals).items():
             if expensive(op) and (at := self.uses.get(source)):
-                self._add(ran[op], source, range(min(at), max(at) + 1))
+                self._add(ran[op], source, range(min(at), self.last[source] + 1))
         self._make_again()
 
     def _add(self, variable: int, source: Source, where: Iterable[int]) -> None:
@@ -101,17 +102,17 @@ class Lifetimes:
             self._add_bytes(variable, layers * option.nbytes, range(until))
             if option.away:  # fetched as the pass begins
                 self._add(variable, source, operands.union(range(max(at or [0]))))
-            elif option.action == Save():
-                self._add(variable, source, self.loaded.get(source, ()))
-            else:
+            elif option.encoded:
                 self._add(variable, source, operands)
                 self.encoded.setdefault(source, []).append(variable)
+            else:
+                self._add(variable, source, self.loaded.get(source, ()))
 
     def _make_again(self) -> None:
         below, parents = self._parents()
         for value, at in self.problem.stages.loaded.items():
             made = below.get(value, frozenset()) & self.again.keys()
-            if made and value not in self.again:  # is there for what loads it
+            if made:  # is there for what loads it
                 operand = self._any({self.again[v]: 1.0} for v in made)
                 self._add(operand, value, at)
         by: dict[Source, dict[int, int]] = {v: {} for v in parents}
@@ -125,9 +126,13 @@ class Lifetimes:
                 self.program.row({stages[other]: 1.0, stages[one]: -1.0}, 0, np.inf)
                 if expensive(op):
                     self._add(stages[one], value, range(one, other))
+            if times and not own and expensive(op) and value in self.last:
+                end = self.last[value] + 1
+                self._add(stages[times[-1]], value, range(times[-1], end))
+            for t in set(self.operands.get(value, ())) - set(times):
+                self._decode(parents[value], {self.again[value]: 1.0}, t)
             for t in times:
-                if expensive(op):
-                    self._decode(parents[value], {stages[t]: 1.0}, t)
+                self._decode(parents[value], {stages[t]: 1.0}, t)
                 for parent in parents[value] & by.keys():
                     there = self._any([{self.again[parent]: 1.0}], {stages[t]: 1.0})
                     if t in by[parent]:
@@ -159,13 +164,14 @@ class Lifetimes:
 
 
 def _with_elementwise(
-    problem: Problem, at: Mapping[Source, Collection[int]]
+    problem: Problem, at: Mapping[Source, Collection[int]], apart: Collection[Source]
 ) -> dict[Source, set[int]]:
-    """The stages of each source and of all that is elementwise made of it."""
+    """The stages of each source and of all that is elementwise made of it, but for
+    what may be stored or made ``apart``."""
     found = {source: set(stages) for source, stages in at.items()}
     for op in reversed(problem.runs):
         if not expensive(op):
-            above = set().union(*(found.get(v, ()) for v in op.outs))
+            above = set().union(*(found.get(v, ()) for v in op.outs if v not in apart))
             for value in op.reads:
                 found.setdefault(value, set()).update(above)
     return found

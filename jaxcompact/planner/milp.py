@@ -2,7 +2,7 @@
 
 Of a block with items i, their options o and operations p::
 
-    minimize    sum_p seconds_p again_p + sum_io seconds_io stored_io
+    minimize    sum_p seconds_p again_p + sum_io (seconds_io + price noise_io) stored_io
     needed_i    = sum_o stored_io + remade_i
     again_p    >= remade_i                of what p makes
     needed_v   >= again_p                 of what p reads
@@ -16,8 +16,11 @@ or, of so many layers of it at each stage t of a backward pass::
     cotangents_t + stored_t + decoded_t + made_t  <= bytes           see `Lifetimes`
 
 ``stored`` are 0 or 1; the rest follows. A parent that several tensors are made of is
-made again once. Source: Adacc (arXiv 2508.00806), which prints no formulation; the
-closure is that of Checkmate (arXiv 1910.02653) for one block.
+made again once. All the noise that is allowed has the price of a hundredth of the
+block's forward pass: models of time are no better than that.
+
+Source: Adacc (arXiv 2508.00806), which prints no formulation; the closure is that of
+Checkmate (arXiv 1910.02653) for one block.
 """
 
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ from jaxcompact.planner.lifetimes import Lifetimes
 from jaxcompact.planner.problem import Option, Problem
 from jaxcompact.sources import Residual
 
+_NODES = 200  # of a search with lifetimes, which are modelled: it could take minutes
+_PRICE = 0.01  # of a forward pass: of all the noise that is allowed
 _TIE = 1e-6  # microseconds for all bytes together: of equal plans, the smaller
 
 
@@ -41,12 +46,14 @@ class Solution:
         seconds: beside those of keeping everything, of one layer.
         nbytes: stored, of one layer.
         noise: mean square that it adds to the gradient, relative to the gradient's.
+        cost: the seconds, and the price of the noise.
     """
 
     chosen: tuple[Option | None, ...]
     seconds: float
     nbytes: int
     noise: float
+    cost: float
 
 
 def solve(
@@ -64,6 +71,9 @@ def solve(
     if nbytes < 0 or noise < problem.noise:
         return None
     program = IntegerProgram()
+    price = 0.0
+    if 0 < noise < np.inf:
+        price = _PRICE * sum(problem.runs.values()) / noise
     size, error, time = {}, {}, {}
     remade = {}
     needed: dict[object, int] = {}
@@ -138,8 +148,11 @@ def solve(
         cost |= {k: v for k, v in time.items() if k not in size}
     else:
         total = sum(size.values()) or 1
-        cost = {k: v * 1e6 + _TIE * size.get(k, 0) / total for k, v in time.items()}
-    found = program.minimize(cost)
+        cost = {
+            k: (v + price * error.get(k, 0)) * 1e6 + _TIE * size.get(k, 0) / total
+            for k, v in time.items()
+        }
+    found = program.minimize(cost, None if layers is None else _NODES)
     if found is None:
         return None
     chosen = []
@@ -147,19 +160,22 @@ def solve(
         taken = (k for k in range(len(item.options)) if found[stored[item.source, k]])
         k = next(taken, None)
         chosen.append(None if k is None else item.options[k])
+    seconds = sum(seconds for k, seconds in time.items() if found[k])
+    added = problem.noise + sum(error[k] for k in error if found[k])
     return Solution(
         tuple(chosen),
-        sum(seconds for k, seconds in time.items() if found[k]),
+        seconds,
         sum(option.nbytes for option in chosen if option),
-        problem.noise + sum(error[k] for k in error if found[k]),
+        added,
+        seconds + price * added,
     )
 
 
 def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:
-    """Solutions of which none is faster and as small, the fastest first.
+    """Solutions of which none costs less and is as small, the cheapest first.
 
     Not all: programs for ``count`` sizes are solved, each halfway where most bytes
-    times seconds lie between two. Empty if no solution is within ``noise``.
+    times seconds of cost lie between two. Empty if no solution is within ``noise``.
     """
     fast, slow = (solve(problem, noise=noise, smallest=s) for s in (False, True))
     if slow is None:
@@ -169,7 +185,7 @@ def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:
 
     def hidden(gap: tuple[Solution, Solution, float]) -> float:
         fast, slow, above = gap
-        return (fast.nbytes - above) * (slow.seconds - fast.seconds)
+        return (fast.nbytes - above) * (slow.cost - fast.cost)
 
     for _ in range(count):
         gap = max(gaps, key=hidden)
@@ -182,7 +198,7 @@ def frontier(problem: Problem, noise: float, count: int = 24) -> list[Solution]:
         gaps += [(fast, found, middle), (found, slow, above)]
     every = {s for gap in gaps for s in gap[:2]}
     best = []
-    for solution in sorted(every, key=lambda s: (s.nbytes, s.seconds)):
-        if not best or solution.seconds < best[-1].seconds:
+    for solution in sorted(every, key=lambda s: (s.nbytes, s.cost)):
+        if not best or solution.cost < best[-1].cost:
             best.append(solution)
     return best[::-1]

@@ -17,7 +17,15 @@ from jaxcompact.planner.block import block_of, bodies_of
 from jaxcompact.planner.effects import Sensitivity, is_real, noise_of, require_codecs
 from jaxcompact.planner.measured import codec_seconds, operation_seconds
 from jaxcompact.planner.stages import Stages, stages_of
-from jaxcompact.policy import Action, ChoosesActions, Compress, Recompute, Save
+from jaxcompact.policy import (
+    Action,
+    ChoosesActions,
+    Compress,
+    Derivative,
+    Recompute,
+    Save,
+    of_value,
+)
 from jaxcompact.reals import reals_of
 from jaxcompact.replay import Replay
 from jaxcompact.sources import Residual, Source
@@ -48,15 +56,28 @@ class Option:
     lossy: bool = False
     away: bool = False
 
+    @property
+    def encoded(self) -> bool:
+        return of_value(self.action) != Save()
+
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor, and how it may be stored; ``again`` if it may be made again."""
+    """A tensor, and how it may be stored.
+
+    Attributes:
+        source: what it is of.
+        tensor: as policies see it.
+        options: one of which is chosen, or none.
+        again: whether it may be made again.
+        otherwise: what is done with it if none is chosen.
+    """
 
     source: Source
     tensor: Tensor
     options: tuple[Option, ...]
     again: bool
+    otherwise: Action = Recompute()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)
@@ -182,8 +203,11 @@ def problem(
     if inside and found is not None and found.measure:
         outside = (tensor.name for tensor, _, _ in replay.chosen.values())
         inside = found.under(dict.fromkeys(outside, Save()) | actions).inside
+    several = _of_several(replay)
     for source, (tensor, action, _) in replay.chosen.items():
-        item = _item(source, tensor, action, replay, base, codecs, card, found)
+        item = None
+        if tensor.kind != "function" or source in several:
+            item = _item(source, tensor, action, replay, base, codecs, card, found)
         if item is None:
             actions[tensor.name] = action
         else:
@@ -258,7 +282,7 @@ def _item(
     option = partial(_option, tensor=tensor, shape=shape, card=card, found=found)
     if tensor.frozen or tensor.discrete:
         return None
-    if tensor.kind in ("mask", "choice", "function"):
+    if tensor.kind in ("mask", "choice"):
         return None
     if _kept_sum(tensor):
         return Item(source, tensor, (option(Save()),), again)
@@ -284,7 +308,40 @@ def _item(
         actions += [c for c in codecs if c.supports(tensor.dtype)]
     if card.host_bandwidth and Offload().supports(tensor.dtype):
         actions.append(Offload())
-    return Item(source, tensor, tuple(map(option, dict.fromkeys(actions))), again)
+    options = tuple(map(option, dict.fromkeys(actions)))
+    if isinstance(action, Derivative):
+        options = tuple(
+            replace(o, action=replace(action, value=o.action)) for o in options
+        )
+        return Item(source, tensor, options, again, otherwise=action)
+    return Item(source, tensor, options, again)
+
+
+def _of_several(replay: Replay) -> set[Source]:
+    """Functions of what several tensors are added to, as a ResNet's of each block.
+
+    Made again they are made of those of all blocks before. Others are of one tensor,
+    which can be stored in their place.
+    """
+    avals = replay.graph.avals
+    below = {
+        v: frozenset([v])
+        for v in replay.graph.inputs
+        if v in replay.chosen and v in replay.moving
+    }
+    found: set[Source] = set()
+    for op in replay.graph.ops:
+        made_of = frozenset().union(*(below.get(v, ()) for v in op.reads))
+        for value in op.outs:
+            tensor, *_ = replay.chosen.get(value, (None,))
+            function = tensor and tensor.kind == "function" and not tensor.divisor
+            large = [v for v in made_of if avals[v].size >= avals[value].size]
+            if function and not tensor.discrete and len(large) > 1:
+                found.add(value)
+            stored = tensor and tensor.kind == "op" and not tensor.statistic
+            own = stored or value in found
+            below[value] = frozenset([value]) if own else made_of
+    return found
 
 
 def _kept_sum(tensor: Tensor) -> bool:
@@ -323,7 +380,7 @@ def _noise(action: Action, tensor: Tensor, found: Sensitivity | None) -> float:
 def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:
     """The action of each item, by name."""
     pairs = zip(items, chosen, strict=True)
-    return {i.tensor.name: o.action if o else Recompute() for i, o in pairs}
+    return {i.tensor.name: o.action if o else i.otherwise for i, o in pairs}
 
 
 def without_host(asked: Problem) -> Problem:

@@ -21,6 +21,7 @@ _COMPILES = 3
 _MORE_COMPILES = 6
 _FAR = 0.9  # of the budget: what takes less may not be the fastest
 _NEAR = 0.98  # of the budget: no other plan is looked for above that
+_SLOW = 0.5  # of a forward pass: by that a plan may be slower than one that missed
 _SAFE = 0.99  # of it, where nothing that fits is known: a corrected model errs by 1 %
 
 
@@ -69,7 +70,7 @@ class Trials:
         def place(k: int) -> tuple[float, int]:
             found = each[k][1].fastest(self.limit - rest) if len(each) > 1 else None
             # The last is the most exact; where none fits by the model, the first may.
-            return (found.seconds, -k) if found else (math.inf, k)
+            return (found.cost, -k) if found else (math.inf, k)
 
         failed = []
         for k in sorted(range(len(each)), key=place):
@@ -84,10 +85,15 @@ class Trials:
     ) -> Plan:
         """Of one problem; beside it a step takes ``rest`` or more."""
         asked, limit = candidates.asked, self.limit
-        # What each that was compiled took beside its model.
-        rest = [rest]
+        tried: list[tuple[Solution, Plan]] = []
+        beside: list[int] = []  # what each of them took beside its model
+        best: tuple[Solution, Plan] | None = None
+        # Slower by that is slower, whatever a model is worth.
+        slow = _SLOW * sum(asked.runs.values())
 
-        def compiled(solution: Solution) -> Plan:
+        def compiled(
+            solution: Solution, beside_it: int | None
+        ) -> tuple[Solution, Plan]:
             plan = Plan(
                 block,
                 _actions(asked, solution),
@@ -102,59 +108,73 @@ class Trials:
             nbytes = peak(step, *args, device=self.device).peak_bytes
             time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
             line = f"{gib(nbytes)}: {time} and {size} a layer"
-            if len(rest) > 1:
-                line += f"; {gib(rest[-1] + candidates.nbytes(solution))} expected"
+            if beside_it is not None:
+                line += f"; {gib(beside_it + candidates.nbytes(solution))} expected"
             self.say(line)
-            rest.append(nbytes - candidates.nbytes(solution))
-            return replace(plan, peak_bytes=nbytes)
-
-        found: list[Plan] = []
-        best = None
+            beside.append(nbytes - candidates.nbytes(solution))
+            tried.append((solution, replace(plan, peak_bytes=nbytes)))
+            return tried[-1]
 
         def fastest(room: float) -> Solution | None:
             """That takes no more beside the rest, and was not compiled yet."""
             return candidates.fastest(room, is_new)
 
         def is_new(solution: Solution) -> bool:
-            return _actions(asked, solution) not in [plan.actions for plan in found]
+            actions = _actions(asked, solution)
+            return all(plan.actions != actions for _, plan in tried)
+
+        def following() -> tuple[Solution | None, int | None]:
+            """And what it is expected to take beside its model."""
+            if not tried:
+                return fastest(limit - rest), None
+            now = beside[-1]
+            if best:  # as the last one, or halfway to the best one
+                for each in (now, (now + beside[tried.index(best)]) // 2):
+                    solution = fastest(limit - each)
+                    if solution and solution.cost < best[0].cost:
+                        return solution, each
+                return None, None
+            solution, last = fastest(limit - now), len(tried) == _COMPILES - 1
+            safe = fastest(_SAFE * limit - max(beside))
+            if last or safe and now + candidates.nbytes(safe) >= _NEAR * limit:
+                return safe, now
+            return solution, now
 
         def compiles() -> int:
-            """More, where the model was far from what a plan takes."""
-            far = best is not None and best.peak_bytes < _FAR * limit
-            return _MORE_COMPILES if far else _COMPILES
+            """More, where the model was far from what a plan takes, or what is known to
+            fit is slow beside what is not."""
+            if best is None:
+                return _COMPILES
+            share = best[1].peak_bytes / limit
+            if share < _FAR or is_slow():
+                return _MORE_COMPILES
+            return _COMPILES if share < _NEAR else 0
 
-        while len(found) < compiles():
-            solution = fastest(limit - rest[-1])
-            if best and (solution is None or solution.seconds >= best.seconds):
-                break
-            if found and not best:
-                last = len(found) == _COMPILES - 1
-                safe = fastest(_SAFE * limit - max(rest[1:]))
-                if last or safe and rest[-1] + candidates.nbytes(safe) >= _NEAR * limit:
-                    solution = safe
+        def is_slow() -> bool:
+            return best is None or best[0].cost > slow + min(s.cost for s, _ in tried)
+
+        while len(tried) < compiles():
+            solution, expected = following()
             if solution is None:
                 break
-            found.append(compiled(solution))
-            if found[-1].peak_bytes <= limit:
-                best = found[-1]
-                if best.peak_bytes >= _NEAR * limit:
-                    break
-        if best:
-            return best
-        smallest = list(candidates.smallest())
-        if not smallest:
+            found = compiled(solution, expected)
+            if found[1].peak_bytes <= limit:
+                best = found
+        smallest = list(candidates.smallest()) if is_slow() else []
+        if not best and not smallest:
             raise ValueError(
                 f"max_error must be reachable, got {max_error!r}: no plan is"
             )
         for solution in filter(is_new, smallest):
-            last = compiled(solution)
-            if last.peak_bytes <= limit:
-                return last
-            found.append(last)
+            if not best or solution.cost < best[0].cost:
+                found = compiled(solution, beside[-1] if beside else None)
+                best = found if found[1].peak_bytes <= limit else best
+        if best:
+            return best[1]
         # Of these alone: with that budget they are tried again.
-        tried = [_actions(asked, solution) for solution in smallest]
+        asked_for = [_actions(asked, solution) for solution in smallest]
         least = min(
-            (plan for plan in found if plan.actions in tried),
+            (plan for _, plan in tried if plan.actions in asked_for),
             key=lambda p: p.peak_bytes,
         )
         raise self._refusal(least, max_error)

@@ -29,7 +29,6 @@ READERS = {
     "item": lambda k: k[0],
     "numpy": np.asarray,
     "transposed": lambda k: k.T,
-    "astype": lambda k: k.astype(jnp.bfloat16),
 }
 
 

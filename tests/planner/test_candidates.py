@@ -8,10 +8,12 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.planner import candidates
+from jaxcompact.planner.alive import alive
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.milp import frontier
-from jaxcompact.planner.problem import CODECS, problem_of
+from jaxcompact.planner.problem import CODECS, problem_of, without_host
 from jaxcompact.planner.scan import scan_step
+from tests.planner import functions
 
 LAYERS, NOISE = 4, 0.04
 
@@ -55,3 +57,25 @@ def test_the_smallest_are_without_the_host_and_with_it(asked):
     assert any(option and option.away for option in helped.chosen)
     assert some.nbytes(helped) <= min(map(some.nbytes, (alone, *some.known)))
     assert helped.seconds > alone.seconds
+
+
+def test_blocks_of_a_network_that_is_planned_whole():
+    """Keeping each one's input is found, as `jax.checkpoint` around them would, or what
+    is faster in the same memory. Inputs are relus of sums, which no product makes."""
+
+    def network(w, x):
+        for _ in range(8):
+            y = jnp.sin(x @ w[0]) @ w[1]
+            x = jax.nn.relu(x + y * jnp.cos(y))
+        return x
+
+    asked = without_host(functions.asked(network, codecs=()))
+    *ends, _ = (i for i in asked.items if i.tensor.name.startswith("relu"))
+    kept = {asked.items[0].source, *(item.source for item in ends)}
+    chosen = tuple(i.options[0] if i.source in kept else None for i in asked.items)
+    again = {op for op in asked.runs if op.kind == "dot_general"}
+    limit = alive(asked, chosen, 1)
+    found = Candidates(asked, 1, 0.0).fastest(limit)
+    assert found.seconds < sum(asked.runs[op] for op in again)
+    everything = tuple(item.options[0] for item in asked.items)
+    assert limit < 0.6 * alive(asked, everything, 1)

@@ -154,6 +154,33 @@ def test_noise_has_a_limit_of_its_own():
         assert less.seconds > lossy.seconds
 
 
+def test_of_plans_as_fast_the_more_exact():
+    """Of 8 and 4 bits that take nearly the same time, where both fit."""
+
+    def timed(option, k):
+        return dataclasses.replace(option, seconds=1e-9 * (3 - k))
+
+    whole = without_host(asked(mlp))
+    items = tuple(
+        dataclasses.replace(
+            item,
+            again=False,
+            options=tuple(timed(o, k) for k, o in enumerate(item.options)),
+        )
+        for item in whole.items
+    )
+    found = dataclasses.replace(whole, items=items)
+    limit, allowed = solve(found, noise=0.0).nbytes, 0.03
+    fastest, exact = (
+        solve(found, nbytes=limit, noise=noise) for noise in (math.inf, allowed)
+    )
+    assert fastest.seconds < exact.seconds and exact.noise < fastest.noise / 100
+    # A hundredth of the forward pass is the price of all that is allowed.
+    price = sum(found.runs.values()) / 100 / allowed
+    assert exact.seconds - fastest.seconds < price * (fastest.noise - exact.noise)
+    assert exact.cost == pytest.approx(exact.seconds + price * exact.noise)
+
+
 def test_no_noise_is_none_at_all():
     """However little it is: nothing is made again here, and a quarter has to go."""
 
@@ -201,7 +228,7 @@ def test_a_longer_chain_has_that_many_more_variables(monkeypatch):
             return x
 
         seen = []
-        monkeypatch.setattr(IntegerProgram, "minimize", lambda p, _: seen.append(p))
+        monkeypatch.setattr(IntegerProgram, "minimize", lambda p, *_: seen.append(p))
         solve(without_host(asked(chain)), nbytes=1e9, layers=1)
         return len(seen[0].least)
 

@@ -58,24 +58,32 @@ def test_static_arguments_of_a_step(train):
     ("budget", "beside", "stored"),
     [
         pytest.param(500, [41], [416.125], id="all fits"),
-        pytest.param(970.5, [905, 905], [416.125, 55.625], id="with a margin"),
+        pytest.param(
+            970.5, [905, 905, 905], [416.125, 55.625, 64.125], id="with a margin"
+        ),
         pytest.param(382, [141, 141], [278.625, 240.125], id="much left by a margin"),
         pytest.param(
             382, [141, 143, 143], [278.625, 240.125, 231.625], id="just above"
         ),
         pytest.param(
-            382, [141, 160, 160], [278.625, 240.125, 190.125], id="by the most beside"
+            382, [141, 160, 160], [278.625, 240.125, 193.125], id="by the most beside"
         ),
         pytest.param(
             382,
             [141, 160, 200, 200],
-            [278.625, 240.125, 190.125, 14.125],
+            [278.625, 240.125, 193.125, 14.125],
             id="not understood",
         ),
         pytest.param(382, [91, 91], [278.625], id="the first fits"),
         pytest.param(382, [61, 61], [278.625], id="a faster one would not"),
         pytest.param(500, [600, 485], [416.125, 14.125], id="just possible"),
         pytest.param(500, [600, 490, 490], [416.125, 14.125, 0], id="with the host"),
+        pytest.param(
+            500,
+            [100, 490, 480, 480],
+            [416.125, 369.125, 0.125, 17.125],
+            id="not with the host",
+        ),
     ],
 )
 def test_which_plans_are_compiled(monkeypatch, budget, beside, stored):
