@@ -286,9 +286,9 @@ MUTATIONS = [
     Mutation(
         "a plan that was compiled ends the search for another",
         "jaxcompact/planner/trials.py",
-        "return candidates.fastest(room, is_new)",
-        "solution = candidates.fastest(room)\n"
-        "            return solution if solution and is_new(solution) else None",
+        "return self.candidates.fastest(room, self._is_new)",
+        "solution = self.candidates.fastest(room)\n"
+        "        return solution if solution and self._is_new(solution) else None",
         "tests/planner/test_plan.py::test_a_larger_budget_is_not_slower",
     ),
     Mutation(
@@ -564,8 +564,8 @@ MUTATIONS = [
     Mutation(
         "a plan above its budget is taken",
         "jaxcompact/planner/trials.py",
-        "if found[1].peak_bytes <= limit:",
-        "if found[1].peak_bytes >= limit:",
+        "if nbytes <= self.limit:",
+        "if nbytes >= self.limit:",
         "tests/planner/test_plan.py::test_budgets_are_kept_and_used",
     ),
     Mutation(

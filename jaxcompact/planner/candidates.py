@@ -5,6 +5,7 @@ program's limit is corrected. All sizes of what is stored are tried besides.
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 from jaxcompact.planner.alive import alive
 from jaxcompact.planner.milp import Solution, frontier, solve
@@ -83,12 +84,16 @@ class Candidates:
                 high = middle
                 yield found
 
-    def smallest(self) -> Iterator[Solution]:
-        """By each measure without the host's help and, more slowly, with it."""
+    @cached_property
+    def alone(self) -> tuple[Solution, ...]:
+        """The smallest by each measure without the host's help."""
         asked = without_host(self.asked)
         alone = [*frontier(asked, self.noise), *self._tightest(asked)]
-        if alone:
-            yield min(alone, key=self.nbytes)
-            yield min(alone, key=lambda solution: solution.nbytes)
+        measures = (self.nbytes, lambda solution: solution.nbytes)
+        return tuple(min(alone, key=size) for size in measures) if alone else ()
+
+    def smallest(self) -> Iterator[Solution]:
+        """By each measure without the host's help and, more slowly, with it."""
+        yield from self.alone
         if self.known:
             yield min(self.known, key=self.nbytes)

@@ -55,6 +55,11 @@ class Solution:
     noise: float
     cost: float
 
+    @property
+    def away(self) -> bool:
+        """Whether the host's memory holds any."""
+        return any(option and option.away for option in self.chosen)
+
 
 def solve(
     problem: Problem,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -75,117 +75,145 @@ class Trials:
         failed = []
         for k in sorted(range(len(each)), key=place):
             try:
-                return self._of(*each[k], max_error, rest)
+                return _Search(self, *each[k], max_error, rest).run()
             except _TooSmall as error:
                 failed.append(error)
         raise min(failed, key=lambda error: error.least.peak_bytes)
 
-    def _of(
-        self, block: str, candidates: Candidates, max_error: float, rest: int
-    ) -> Plan:
-        """Of one problem; beside it a step takes ``rest`` or more."""
-        asked, limit = candidates.asked, self.limit
-        tried: list[tuple[Solution, Plan]] = []
-        beside: list[int] = []  # what each of them took beside its model
-        best: tuple[Solution, Plan] | None = None
-        # Slower by that is slower, whatever a model is worth.
-        slow = _SLOW * sum(asked.runs.values())
 
-        def compiled(
-            solution: Solution, beside_it: int | None
-        ) -> tuple[Solution, Plan]:
-            plan = Plan(
-                block,
-                _actions(asked, solution),
-                self.device,
-                limit,
-                solution.seconds,
-                solution.nbytes,
-                solution.noise**0.5,
-                0,
-            )
-            step, args = self.make_step(plan)
-            nbytes = peak(step, *args, device=self.device).peak_bytes
-            time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
-            line = f"{gib(nbytes)}: {time} and {size} a layer"
-            if beside_it is not None:
-                line += f"; {gib(beside_it + candidates.nbytes(solution))} expected"
-            self.say(line)
-            beside.append(nbytes - candidates.nbytes(solution))
-            tried.append((solution, replace(plan, peak_bytes=nbytes)))
-            return tried[-1]
+class _Trial(NamedTuple):
+    """A solution that was compiled; ``beside``: what it took beside its model."""
 
-        def fastest(room: float) -> Solution | None:
-            """That takes no more beside the rest, and was not compiled yet."""
-            return candidates.fastest(room, is_new)
+    solution: Solution
+    plan: Plan
+    beside: int
 
-        def is_new(solution: Solution) -> bool:
-            actions = _actions(asked, solution)
-            return all(plan.actions != actions for _, plan in tried)
 
-        def following() -> tuple[Solution | None, int | None]:
-            """And what it is expected to take beside its model."""
-            if not tried:
-                return fastest(limit - rest), None
-            now = beside[-1]
-            if best:  # as the last one, or halfway to the best one
-                for each in (now, (now + beside[tried.index(best)]) // 2):
-                    solution = fastest(limit - each)
-                    if solution and solution.cost < best[0].cost:
-                        return solution, each
-                return None, None
-            solution, last = fastest(limit - now), len(tried) == _COMPILES - 1
-            safe = fastest(_SAFE * limit - max(beside))
-            if last or safe and now + candidates.nbytes(safe) >= _NEAR * limit:
-                return safe, now
-            return solution, now
+class _Search:
+    """For the fastest plan of one problem, beside which a step takes ``rest`` or more.
 
-        def compiles() -> int:
-            """More, where the model was far from what a plan takes, or what is known to
-            fit is slow beside what is not."""
-            if best is None:
-                return _COMPILES
-            share = best[1].peak_bytes / limit
-            if share < _FAR or is_slow():
-                return _MORE_COMPILES
-            return _COMPILES if share < _NEAR else 0
+    Attributes:
+        tried: all that were compiled.
+        best: the fastest of them that fits.
+    """
 
-        def is_slow() -> bool:
-            return best is None or best[0].cost > slow + min(s.cost for s, _ in tried)
+    def __init__(
+        self,
+        trials: Trials,
+        block: str,
+        candidates: Candidates,
+        max_error: float,
+        rest: int,
+    ):
+        self.trials, self.block, self.candidates = trials, block, candidates
+        self.max_error, self.rest, self.limit = max_error, rest, trials.limit
+        self.slow = _SLOW * sum(candidates.asked.runs.values())
+        self.tried: list[_Trial] = []
+        self.best: _Trial | None = None
 
-        while len(tried) < compiles():
-            solution, expected = following()
+    def run(self) -> Plan:
+        while len(self.tried) < self._compiles():
+            solution, beside = self._following()
             if solution is None:
                 break
-            found = compiled(solution, expected)
-            if found[1].peak_bytes <= limit:
-                best = found
-        smallest = list(candidates.smallest()) if is_slow() else []
-        if not best and not smallest:
+            self._compile(solution, beside)
+        if self.best and not self._is_slow(self.best.solution):
+            return self.best.plan
+        smallest = list(self.candidates.smallest())
+        if not self.best and not smallest:
             raise ValueError(
-                f"max_error must be reachable, got {max_error!r}: no plan is"
+                f"max_error must be reachable, got {self.max_error!r}: no plan is"
             )
-        for solution in filter(is_new, smallest):
-            if not best or solution.cost < best[0].cost:
-                found = compiled(solution, beside[-1] if beside else None)
-                best = found if found[1].peak_bytes <= limit else best
-        if best:
-            return best[1]
+        for solution in filter(self._is_new, smallest):
+            if not self.best or solution.cost < self.best.solution.cost:
+                beside = self.tried[-1].beside if self.tried else None
+                self._compile(solution, beside)
+        if self.best:
+            return self.best.plan
         # Of these alone: with that budget they are tried again.
-        asked_for = [_actions(asked, solution) for solution in smallest]
-        least = min(
-            (plan for _, plan in tried if plan.actions in asked_for),
-            key=lambda p: p.peak_bytes,
-        )
-        raise self._refusal(least, max_error)
+        every = list(map(self._actions, smallest))
+        plans = (trial.plan for trial in self.tried if trial.plan.actions in every)
+        raise self._refusal(min(plans, key=lambda plan: plan.peak_bytes))
 
-    def _refusal(self, least: Plan, max_error: float) -> _TooSmall:
-        beside = gib(least.peak_bytes - self.layers * least.nbytes)
+    def _following(self) -> tuple[Solution | None, int | None]:
+        """What to compile next, and what it is expected to take beside its model."""
+        if not self.tried:
+            return self._fastest(self.limit - self.rest), None
+        now = self.tried[-1].beside
+        if self.best:  # as the last one, or halfway to the best one
+            for beside in (now, (now + self.best.beside) // 2):
+                solution = self._fastest(self.limit - beside)
+                if solution and solution.cost < self.best.solution.cost:
+                    return solution, beside
+            return None, None
+        solution = self._fastest(self.limit - now)
+        most = max(trial.beside for trial in self.tried)
+        safe = self._fastest(_SAFE * self.limit - most)
+        near = safe and now + self.candidates.nbytes(safe) >= _NEAR * self.limit
+        if near or len(self.tried) == _COMPILES - 1:
+            solution = safe
+        if solution is None or solution.away and self._is_slow(solution):
+            solution = next(filter(self._is_new, self.candidates.alone), solution)
+        return solution, now
+
+    def _compiles(self) -> int:
+        """More, where the model was far from what a plan takes, or what is known to fit
+        is slow beside what is not."""
+        if self.best is None:
+            return _COMPILES
+        share = self.best.plan.peak_bytes / self.limit
+        if share < _FAR or self._is_slow(self.best.solution):
+            return _MORE_COMPILES
+        return _COMPILES if share < _NEAR else 0
+
+    def _is_slow(self, solution: Solution) -> bool:
+        return solution.cost > self.slow + min(t.solution.cost for t in self.tried)
+
+    def _is_new(self, solution: Solution) -> bool:
+        actions = self._actions(solution)
+        return all(trial.plan.actions != actions for trial in self.tried)
+
+    def _fastest(self, room: float) -> Solution | None:
+        """That takes no more beside the rest, and was not compiled yet."""
+        return self.candidates.fastest(room, self._is_new)
+
+    def _actions(self, solution: Solution) -> dict[str, Action]:
+        asked = self.candidates.asked
+        return asked.actions | named(asked.items, solution.chosen)
+
+    def _compile(self, solution: Solution, beside: int | None) -> None:
+        """``beside``: what it is expected to take beside its model."""
+        modelled = self.candidates.nbytes(solution)
+        plan = Plan(
+            self.block,
+            self._actions(solution),
+            self.trials.device,
+            self.limit,
+            solution.seconds,
+            solution.nbytes,
+            solution.noise**0.5,
+            0,
+        )
+        step, args = self.trials.make_step(plan)
+        nbytes = peak(step, *args, device=self.trials.device).peak_bytes
+        time, size = f"{solution.seconds * 1e6:.0f} us", gib(solution.nbytes)
+        line = f"{gib(nbytes)}: {time} and {size} a layer"
+        if beside is not None:
+            line += f"; {gib(beside + modelled)} expected"
+        self.trials.say(line)
+        found = _Trial(solution, replace(plan, peak_bytes=nbytes), nbytes - modelled)
+        self.tried.append(found)
+        if nbytes <= self.limit:  # and of less cost than any before that fits
+            self.best = found
+
+    def _refusal(self, least: Plan) -> _TooSmall:
+        layers = self.trials.layers
+        beside = gib(least.peak_bytes - layers * least.nbytes)
         return _TooSmall(
             f"budget must be {gib(_rounded_up(least.peak_bytes))} or more, which the "
-            f"smallest plan within max_error={max_error:g} takes: {gib(least.nbytes)} "
-            f"in each of {self.layers} layers, and {beside} beside them; got "
-            f"{gib(self.limit)}",
+            f"smallest plan within max_error={self.max_error:g} takes: "
+            f"{gib(least.nbytes)} in each of {layers} layers, and {beside} beside "
+            f"them; got {gib(self.limit)}",
             least,
         )
 
@@ -204,7 +232,3 @@ def _nbytes(args: Any) -> int:
         shape = sharding.shard_shape(aval.shape) if sharding else aval.shape
         total += math.prod(shape) * aval.dtype.itemsize
     return total
-
-
-def _actions(asked: Problem, solution: Solution) -> dict[str, Action]:
-    return asked.actions | named(asked.items, solution.chosen)

@@ -81,7 +81,7 @@ def test_static_arguments_of_a_step(train):
         pytest.param(
             500,
             [100, 490, 480, 480],
-            [416.125, 369.125, 0.125, 17.125],
+            [416.125, 369.125, 14.125, 17.125],
             id="not with the host",
         ),
     ],
