@@ -2,6 +2,7 @@
 
     pip install ".[train,memory]" jax-resnet jraph
     python benchmarks/architectures.py all [MODEL ...]
+    python benchmarks/architectures.py peaks [MODEL ...]    # now, beside the table's
     python benchmarks/architectures.py table
 
 Whole training steps of paper_models.py with AdamW, compiled for an H200. GACT's
@@ -95,7 +96,7 @@ def policies(model: Model, row_of: Callable[[str], dict]) -> Iterator[tuple[str,
     for bits, policy in UNIFORM.items():
         yield f"GACT {bits} bits", policy
         yield f"GACT automatic {bits}", partial(automatic, model, bits)
-    budget = model.budget or row_of("recomputed")["peak_bytes"]
+    budget = row_of("recomputed")["peak_bytes"]
     yield "plan", partial(planned, model, model.batch, budget)
 
 
@@ -136,6 +137,18 @@ def make(name: str, search: bool) -> None:
             else:
                 row[budget] = largest(model, policy, budget)
         done[method] = write(row)
+
+
+def compare(name: str) -> None:
+    """Peaks of this commit and of the rows, whose batches take hours to search for."""
+    model = MODELS[name]
+    known = {row["method"]: row for row in rows() if row["model"] == name}
+    for method, policy in policies(model, known.__getitem__):
+        step, args = model.step(model.batch, policy() if callable(policy) else policy)
+        now, row = memory.peak(step, *args).peak_bytes, known[method]
+        before, commit = row["peak_bytes"], row["commit"]
+        sizes = f"{now / 2**30:.2f} GiB, {before / 2**30:.2f} at {commit}"
+        print(f"{name}, {method}: {sizes} ({now / before - 1:+.1%})", flush=True)
 
 
 def make_larger(name: str) -> None:
@@ -234,7 +247,7 @@ def table_of_larger() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=("all", "table"))
+    parser.add_argument("command", choices=("all", "peaks", "table"))
     parser.add_argument("models", nargs="*", help="whose names contain one of these")
     arguments = parser.parse_args()
     if arguments.command == "table":
@@ -245,6 +258,10 @@ def main() -> None:
         words = arguments.models or [""]
         return [name for name in models if any(word in name for word in words)]
 
+    if arguments.command == "peaks":
+        for name in asked(MODELS):
+            compare(name)
+        return
     for search in (False, True):  # peaks first
         for name in asked(MODELS):
             make(name, search)

@@ -154,14 +154,12 @@ class Model:
         batch: whose peaks are shown.
         layers: how often its block runs.
         multiple: of what the batches that are searched for are.
-        budget: of the plan, where none fits in full recomputation's memory.
     """
 
     build: Callable[..., Built]
     batch: int
     layers: int
     multiple: int
-    budget: str | None = None
 
     def step(self, batch: int, policy: Any) -> tuple[Callable, tuple]:
         return adacc_gpt2.adam_step(*self.build(batch, policy, False))
@@ -172,7 +170,7 @@ MODELS = {
     "GPT-2 345M": Model(partial(gpt2_of, 24, 1024, 16), 16, 24, 2),
     "BERT-large": Model(bert, 128, 24, 16),
     "BERT-base": Model(partial(bert, layers=12, width=768), 128, 12, 16),
-    "ResNet-50": Model(resnet, 128, 1, 16, "2.7GiB"),
+    "ResNet-50": Model(resnet, 128, 1, 16),
     "Swin-T": Model(swin_t, 128, 1, 16),
     "GCN": Model(gcn, 1, 1, 1),
     "GAT": Model(

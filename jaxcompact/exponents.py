@@ -80,11 +80,12 @@ def _of_sigmoids(graph: Graph) -> set[int]:
 def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
     """Whether a phase may turn faster than what it is made of: that is multiplied, but
     for a small number that is written there."""
-    todo = [value]
+    todo, seen = [value], set()
     while todo:
         op = made_by.get(todo.pop())
-        if op is None:
+        if op is None or op in seen:
             continue
+        seen.add(op)
         if op.kind in ("mul", "div"):
             by = [v for v in op.ins[-1:] if op.kind == "div"] or op.ins
             written = [abs(v.val) for v in by if isinstance(v, Literal)]
