@@ -125,7 +125,7 @@ class _Search:
                 f"max_error must be reachable, got {self.max_error!r}: no plan is"
             )
         for solution in filter(self._is_new, smallest):
-            if not self.best or solution.cost < self.best.solution.cost:
+            if not self.best or self._may_be_better(solution):
                 beside = self.tried[-1].beside if self.tried else None
                 self._compile(solution, beside)
         if self.best:
@@ -168,6 +168,11 @@ class _Search:
 
     def _is_slow(self, solution: Solution) -> bool:
         return solution.cost > self.slow + min(t.solution.cost for t in self.tried)
+
+    def _may_be_better(self, solution: Solution) -> bool:
+        least = min(trial.beside for trial in self.tried)
+        fits = least + self.candidates.nbytes(solution) <= self.limit
+        return fits and solution.cost < self.best.solution.cost
 
     def _is_new(self, solution: Solution) -> bool:
         actions = self._actions(solution)

@@ -1,5 +1,7 @@
 """What rounding does to gradients, as plans count it."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from jaxcompact.memory import devices
+from jaxcompact.planner import search
 from jaxcompact.planner.block import block_of
 from jaxcompact.planner.effects import noise
 from jaxcompact.planner.problem import problem
@@ -125,3 +128,29 @@ def test_tensors_of_one_name_count_together():
 
     with pytest.raises(ValueError, match="tensors of one name must have one shape"):
         jc.sensitivity(lambda p: make_gradient(p, wide), policy=base)
+
+
+def test_after_a_plan_that_errs_by_more_the_next_may_err_by_less(monkeypatch):
+    """Here by twice what is expected: half of what is allowed is asked for then."""
+    asked = []
+
+    def fastest(trials, problems, max_error):
+        asked.append(max_error)
+        return jc.Plan("block", {}, "h200", 2**30, 0.0, 0, max_error, 2**20)
+
+    measured = SimpleNamespace(
+        measure=True,
+        under=lambda actions: measured,
+        no_less_than=lambda other, codecs: measured,
+        error=lambda actions: 2 * asked[-1],
+    )
+    monkeypatch.setattr(search, "problems_of", lambda *args: [])
+    monkeypatch.setattr(search, "_layers", lambda *args: 1)
+    monkeypatch.setattr(search.Trials, "fastest", fastest)
+    found = jc.plan_step(
+        lambda policy: None,
+        device="h200",
+        sensitivity=measured,
+        progress=lambda line: None,
+    )
+    assert asked == [0.2, 0.1] and found.error == 0.2
