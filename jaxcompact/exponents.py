@@ -87,7 +87,7 @@ def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
             continue
         seen.add(op)
         if op.kind in ("mul", "div"):
-            by = [v for v in op.ins[-1:] if op.kind == "div"] or op.ins
+            by = op.ins[1:] if op.kind == "div" else op.ins
             written = [abs(v.val) for v in by if isinstance(v, Literal)]
             least = 1 / _FAST if op.kind == "div" else 0.0
             if not written or not least < written[0] < _FAST:

@@ -66,6 +66,7 @@ def _require(holder: Any, name: str, kinds: Any) -> None:
 
 
 Action = Save | Recompute | Derivative | Codec
+_EXACT = BitMask, Narrow, Offload
 
 
 def of_value(action: Action) -> Save | Recompute | Codec:
@@ -75,9 +76,6 @@ def of_value(action: Action) -> Save | Recompute | Codec:
     Recompute()
     """
     return action.value or Recompute() if isinstance(action, Derivative) else action
-
-
-_EXACT = BitMask, Narrow, Offload
 
 
 def written(action: Any) -> str:

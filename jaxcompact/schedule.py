@@ -178,8 +178,7 @@ class Schedule:
     def _again(self, op: Op, env: dict[int, Any]) -> list[Any]:
         """What the operation, which reads no cotangents, makes."""
         waited = max([self.waited.get(v, 0) for v in op.reads], default=0)
-        large = expensive(op) or op.kind == "gather"
-        if large and op.reads and waited < self.stage:
+        if _is_large(op) and op.reads and waited < self.stage:
             first = op.reads[0]
             if after := self._after(self.reader.get(op)):
                 env[first] = _tied_to(env[first], after, env)
@@ -229,7 +228,7 @@ class Schedule:
             for value in sorted(values - self.held.keys()):
                 if self.stages.get(value) != self.stage:
                     self.held[value] = self._waiting(value, after, env)
-            if again and (expensive(op) or op.kind == "gather"):
+            if again and _is_large(op):
                 self._hold_what_is_here(op, after, env)
 
     def _hold_what_is_here(self, op: Op, after: list[int], env: dict[int, Any]) -> None:
@@ -248,6 +247,11 @@ def _tied_to(x: Any, values: list[int], env: dict[int, Any]) -> Any:
     x, tied = tie((x, [env[v] for v in values]))
     env.update(zip(values, tied, strict=True))
     return x
+
+
+def _is_large(op: Op) -> bool:
+    """Whether what it makes again is not to be there early."""
+    return expensive(op) or op.kind == "gather"
 
 
 def _keeps(op: Op) -> bool:

@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation(
         "a product is made again before what it waits for",
         "jaxcompact/schedule.py",
-        'if again and (expensive(op) or op.kind == "gather"):',
+        "if again and _is_large(op):",
         "if False:",
         "tests/test_schedule.py::test_a_product_is_made_again_when_it_is_read",
     ),
