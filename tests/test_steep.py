@@ -84,7 +84,8 @@ def test_long_chains_are_traced():
         h = jnp.tanh(X @ w)
         for _ in range(100):
             h = h / (h + h)
-        return jnp.sum(c**2) + jnp.sum(a**2) + jnp.sum(jnp.tanh(h @ h.T) @ X)
+        of_sums = jnp.sum(c**2) + jnp.sum(jnp.sin(c))
+        return of_sums + jnp.sum(a**2) + jnp.sum(jnp.tanh(h @ h.T) @ X)
 
     for fun in (normalized, chain, doubled):
         wrapped = jc.checkpoint(fun, policy=jc.policies.int8())
