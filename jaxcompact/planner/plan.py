@@ -25,6 +25,7 @@ _IN_JSON = {  # what each kind of field is there, and is called
     Mapping[str, Action]: (dict, "an object"),
     int: (int, "a whole number"),
     float: (int | float, "a number"),
+    bool: (bool, "true or false"),
 }
 
 
@@ -39,8 +40,9 @@ class Plan:
         budget: bytes that the step was to take at most.
         seconds: modelled, beside those of keeping everything, of one layer.
         nbytes: stored between the passes, of one layer.
-        error: modelled relative error of the gradient.
+        error: relative, of the gradient.
         peak_bytes: of the step, compiled for the card.
+        measured: whether ``error`` was, under this plan; it is modelled otherwise.
     """
 
     statistics: ClassVar[bool] = True  # which policies of another kind do not see
@@ -53,6 +55,7 @@ class Plan:
     nbytes: int = field(compare=False)
     error: float = field(compare=False)
     peak_bytes: int = field(compare=False)
+    measured: bool = field(default=False, compare=False)
 
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         if tensor.name in self.actions:
@@ -113,10 +116,12 @@ class Plan:
         return cls.from_json(Path(path).read_text())
 
     def __str__(self) -> str:
+        known = "measured" if self.measured else "modelled"
         lines = [
             f"{self.block}: {gib(self.peak_bytes)} of {gib(self.budget)} on "
             f"{find_device(self.device).name}, {gib(self.nbytes)} a layer, "
-            f"{self.seconds * 1e6:.0f} us a layer, gradient error {self.error:.1%}"
+            f"{self.seconds * 1e6:.0f} us a layer, gradient error {self.error:.1%} "
+            f"({known})"
         ]
         lines += [
             f"  {name:24}{written(action)}" for name, action in self.actions.items()
@@ -148,9 +153,9 @@ def _require_fields(found: Any, kinds: Mapping[str, Any]) -> None:
         )
     for name, kind in kinds.items():
         value, (kind, word) = found[name], _IN_JSON[kind]
-        if isinstance(value, bool) or not isinstance(value, kind):
+        if isinstance(value, bool) != (kind is bool) or not isinstance(value, kind):
             raise ValueError(f"plan: {name} must be {word}, got {value!r}")
-        if kind not in (str, dict) and not abs(value) < _BEYOND:
+        if kind not in (str, dict, bool) and not abs(value) < _BEYOND:
             raise ValueError(f"plan: {name} must be below {_BEYOND:.0e}")
 
 

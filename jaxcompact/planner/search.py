@@ -134,7 +134,7 @@ def plan_step(
         measured = found.under(best.actions)
         error = measured.error(best.actions)
         if error <= max_error:
-            return replace(best, error=error)
+            return replace(best, error=error, measured=True)
         say(f"its gradient error is {error:.2%}, expected {best.error:.2%}")
         found = found.no_less_than(measured, codecs)
         allowed *= best.error / error

@@ -122,7 +122,7 @@ ACTIONS = (
 
 BYTES = st.integers(1 - 10**18, 10**18 - 1)  # a plan's numbers are below 1e18
 REALS = BYTES | st.floats(-1e18, 1e18, exclude_min=True, exclude_max=True)
-NUMBERS = st.tuples(BYTES, REALS, BYTES, REALS, BYTES)
+NUMBERS = st.tuples(BYTES, REALS, BYTES, REALS, BYTES, st.booleans())
 RULES = st.dictionaries(st.text(), ACTIONS, max_size=4)
 
 

@@ -153,4 +153,4 @@ def test_after_a_plan_that_errs_by_more_the_next_may_err_by_less(monkeypatch):
         sensitivity=measured,
         progress=lambda line: None,
     )
-    assert asked == [0.2, 0.1] and found.error == 0.2
+    assert asked == [0.2, 0.1] and found.error == 0.2 and found.measured

@@ -150,6 +150,15 @@ def test_as_json(plan, tmp_path):
     assert jc.Plan.from_json(other.to_json()) == other
 
 
+def test_how_its_error_is_known_is_printed():
+    measured = dataclasses.replace(MADE_UP, error=0.125, measured=True)
+    assert "gradient error 0.0% (modelled)" in str(MADE_UP)
+    assert "gradient error 12.5% (measured)" in str(measured)
+    assert "gradient error 12.5% (measured)" in str(
+        jc.Plan.from_json(measured.to_json())
+    )
+
+
 def test_a_plan_that_cant_be_written_leaves_nothing(tmp_path):
     with pytest.raises(IsADirectoryError):
         MADE_UP.save(tmp_path)
@@ -160,8 +169,8 @@ def test_a_plan_that_cant_be_written_leaves_nothing(tmp_path):
     ("text", "message"),
     [
         ("{", "plan: it is none: Expecting"),
-        ("[]", "plan: it must have block, actions, .* and peak_bytes, got list"),
-        ("{}", "plan: it must have block, .* and peak_bytes, got nothing"),
+        ("[]", "plan: it must have block, actions, .* and measured, got list"),
+        ("{}", "plan: it must have block, .* and measured, got nothing"),
         ('{"actions": {}}', "plan: it must have block, .*, got actions$"),
     ],
 )
@@ -179,6 +188,7 @@ def test_json_that_is_no_plan(text, message):
         ("budget", "7GiB", "plan: budget must be a whole number, got '7GiB'"),
         ("nbytes", 1.5, "plan: nbytes must be a whole number, got 1.5"),
         ("peak_bytes", True, "plan: peak_bytes must be a whole number, got True"),
+        ("measured", 1, "plan: measured must be true or false, got 1"),
         ("seconds", None, "plan: seconds must be a number, got None"),
         ("error", "0", "plan: error must be a number, got '0'"),
         ("error", math.nan, "plan: NaN is no number"),
