@@ -1,6 +1,5 @@
 """Decisions: made again of decoded values they could come out different."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxcompact.arrays import is_float, is_inexact
@@ -144,16 +143,6 @@ def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
         elif op.kind in ELEMENTWISE or op.kind in LAYOUT or renames(op):
             origins |= dict.fromkeys(op.outs, of_op)
     return found
-
-
-def limit(op: Op, output: int, graph: Graph) -> int | None:
-    """For integers known to lie in ``[0, limit)``."""
-    if op.kind in ("argmax", "argmin"):
-        shape = graph.avals[op.reads[0]].shape
-        return math.prod(shape[axis] for axis in op.eqn.params["axes"])
-    if op.kind == "top_k" and output == 1:
-        return graph.avals[op.reads[0]].shape[op.eqn.params.get("axis", -1)]
-    return None
 
 
 def _chooses_constants(op: Op, graph: Graph) -> bool:

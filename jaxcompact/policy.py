@@ -252,7 +252,7 @@ class Compress:
         if tensor.frozen:
             return Save(), "it is not differentiated"
         if tensor.discrete:
-            return Save(), "decoded values could round otherwise"
+            return _few_bits(tensor) or (Save(), "decoded values could round otherwise")
         if tensor.cheap:
             return Recompute(), "cheap to make again"
         if tensor.fused == "result" and self.attention == Recompute():
@@ -300,6 +300,15 @@ class Compress:
             return Narrow(tensor.limit), "decoded values could choose others"
         if tensor.dtype == bool:
             return BitMask(), "one bit an entry"
-        if tensor.kind == "op" and tensor.limit is not None:
-            return Narrow(tensor.limit), f"integers below {tensor.limit}"
-        return Save(), "integers stay exact"
+        return _few_bits(tensor) or (Save(), "integers stay exact")
+
+
+def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:
+    """For whole numbers of a known range, unless that takes as much as they do."""
+    if tensor.kind != "op" or tensor.limit is None:
+        return None
+    signed = tensor.floating or tensor.least < 0
+    codec = Narrow(tensor.limit, tensor.least if signed else None)
+    if codec.nbytes(tensor.shape, tensor.dtype) >= tensor.nbytes:
+        return None
+    return codec, f"whole numbers from {tensor.least} to {tensor.limit - 1}"

@@ -38,7 +38,7 @@ def find_spans(graph: Graph) -> dict[int, Span]:
     """
     found = spans_of(graph.constants) | graph.spans
     for op in graph.ops:
-        span = _made(op, [span_of(v, found) for v in op.ins])
+        span = made_of(op, [span_of(v, found) for v in op.ins])
         found |= {v: span for v in op.outs if span}
     return found
 
@@ -79,7 +79,7 @@ def _extremes(x: jax.Array) -> list[jax.Array]:
     return [x.min(), x.max(), among[0].min(), among[1].max()]
 
 
-def _made(op: Op, spans: Collection[Span | None]) -> Span | None:
+def made_of(op: Op, spans: Collection[Span | None]) -> Span | None:
     if len(op.outs) != 1:
         return None
     dtype = getattr(op.eqn.outvars[0].aval, "dtype", None)

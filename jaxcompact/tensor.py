@@ -34,7 +34,8 @@ class Tensor:
             loop as Sinkhorn's or Newton's.
         discrete: what it is made of is rounded away: made again from decoded values it
             could come out different.
-        limit: for integers known to lie in ``[0, limit)``.
+        limit: for whole numbers known to lie in ``[least, limit)``.
+        least: see ``limit``.
         scores: for an operand of a softmax's scores, ``q k^T``, the axis along which
             the tokens lie; else None.
         fused: "operand" or "result" of an attention that keeps its softmax's
@@ -68,6 +69,7 @@ class Tensor:
     cheap: bool = False
     discrete: bool = False
     limit: int | None = None
+    least: int = 0
     scores: int | None = None
     fused: Literal["operand", "result"] | None = None
     divisor: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.correlations import find_correlations
-from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell, limit
+from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell
 from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
     find_angles,
@@ -26,6 +26,7 @@ from jaxcompact.divisors import find_divisors, find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
 from jaxcompact.graph import Graph, Op
+from jaxcompact.integers import find_integers, within_bounds
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
     NONLINEAR,
@@ -101,6 +102,7 @@ class Tensors:
                 if inexact or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
+        self.integers = find_integers(graph)
         given = given_by(graph, moving)
         exponents = find_exponents(graph, given, self.fixed, self.data)
         self.tables = find_tables(graph, exponents, self.fixed, known)
@@ -172,7 +174,7 @@ class Tensors:
                 again = ordered or self._counts(op) or op in self.solving
                 fields = {
                     "discrete": discrete and not is_inexact(aval),
-                    "limit": limit(op, i, graph),
+                    **self._range(value),
                     "terms": self._terms(op),
                     "cheap": is_inexact(aval) and again,
                     "divisor": op in self.solving,
@@ -185,7 +187,9 @@ class Tensors:
                 self.cells.add(value)  # made again of what is kept whole
                 continue
             elif decides(op, value, graph, self.readers, self.data):
-                fields = {"discrete": discrete}
+                value = within_bounds(value, self.readers, self.integers)
+                aval = graph.avals[value]
+                fields = {"discrete": discrete, **self._range(value)}
             elif self.statistics and self._is_statistic(op, value):
                 fields = {"cheap": True, "statistic": True}
             else:
@@ -193,6 +197,13 @@ class Tensors:
             mask = aval.dtype == bool and op not in self.expensive
             kind = "mask" if mask else "op"
             self._add(value, name=name, kind=kind, where=op.where, **fields)
+
+    def _range(self, value: int) -> dict[str, int]:
+        """Of whole numbers, which are stored in the fewest bits."""
+        if value not in self.integers:
+            return {}
+        least, most = self.integers[value]
+        return {"least": least, "limit": most + 1}
 
     def _is_of_cells(self, op: Op) -> bool:
         of = [v for v in op.reads if v in self.data or v in self.cells]

@@ -27,6 +27,7 @@ LAYERS = (
         "limiter",
         "scores",
         "decisions",
+        "integers",
         "divisors",
         "exponents",
         "functions",

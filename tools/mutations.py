@@ -29,6 +29,29 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "rounded numbers are where their bounds are, whoever reads them",
+        "jaxcompact/integers.py",
+        "while at not in integers and len(readers[at]) == 1:",
+        "while at not in integers and readers[at]:",
+        "tests/test_integers.py"
+        "::test_what_a_bound_is_read_beside_is_not_in_its_place",
+    ),
+    Mutation(
+        "a narrower float moves no bound",
+        "jaxcompact/integers.py",
+        "return number and all(holds(aval.dtype, x, x) for x in ends)",
+        "return number",
+        "tests/test_integers.py::test_ranges",
+    ),
+    Mutation(
+        "rounded numbers are stored as they are",
+        "jaxcompact/tensors.py",
+        'fields = {"discrete": discrete, **self._range(value)}',
+        'fields = {"discrete": discrete}',
+        "tests/test_integers.py"
+        "::test_quantized_activations_are_stored_in_their_bits",
+    ),
+    Mutation(
         "what is made of what is stored is needed all the same",
         "jaxcompact/planner/lifetimes.py",
         "(found.get(v, ()) for v in op.outs if v not in apart)",
@@ -542,8 +565,8 @@ MUTATIONS = [
     Mutation(
         "a limit of 2^b integers is thought to need b bits and hold one more",
         "jaxcompact/codecs/exact.py",
-        "if largest < 2**b)",
-        "if largest <= 2**b)",
+        "if most - least < 2**b)",
+        "if most - least <= 2**b)",
         "tests/codecs/test_exact.py::test_few_integers_share_bytes",
     ),
     Mutation(

@@ -37,8 +37,8 @@ class Chain(Codec):
     work on the device. For a dtype that the first codec does not support.
 
     >>> import jaxcompact as jc
-    >>> jc.Chain(jc.Narrow(256), jc.Offload())
-    Chain(Narrow(limit=256), Offload())
+    >>> jc.Chain(jc.Hadamard(64), jc.Offload())
+    Chain(Hadamard(block=64), Offload())
     >>> jc.Chain(jc.Hadamard(64), jc.Quantized(8), jc.Offload()).nbytes((64, 64))
     0
     """

@@ -61,49 +61,85 @@ class BitMask(Codec):
 
 @dataclass(frozen=True)
 class Narrow(Codec):
-    """Store integers known to lie in ``[0, limit)`` in the fewest bits.
+    """Store whole numbers known to lie in ``[least, limit)`` in the fewest bits.
 
-    Exact within the range, which is for the caller to know: what lies outside becomes 0
-    or the largest value that is stored.
+    Exact within the range, which is for the caller to know: what lies outside becomes
+    the least or the largest value that is stored, and what is no number one of these.
 
-    Memory: 1, 2 or 4 bits an entry up to a limit of 2, 4 or 16, in whole bytes; 1 byte
-    up to 256, 2 up to 65536, else 4; never more than the dtype itself.
+    Args:
+        limit: above all of them.
+        least: of them; 0 unless it is given. If it is, floats are taken as well, of
+            which whole numbers alone come back as they were.
 
-    Raises ValueError if limit is not from 1 to 2^32, and for dtypes that are not
-    integer.
+    Memory: 1, 2 or 4 bits an entry for 2, 4 or 16 numbers, in whole bytes; 1 byte for
+    256, 2 for 65536, else 4; of an integer never more than its dtype takes.
+
+    Raises ValueError if it is not of 1 to 2^32 numbers, and for dtypes that are not
+    integer, or floats that hold all of these.
 
     >>> import jax.numpy as jnp, jaxcompact as jc
     >>> codec = jc.Narrow(32000)
     >>> codec.encode(jnp.array([0, 31999])).data
     Array([    0, 31999], dtype=uint16)
+    >>> jc.Narrow(8, least=-8).encode(jnp.array([-8.0, 7.0])).data
+    Array([240], dtype=uint8)
     """
 
     limit: int
+    least: int | None = None
 
     def __post_init__(self):
-        if type(self.limit) is not int or not 1 <= self.limit <= 2**32:
-            raise ValueError(f"limit must be from 1 to 2^32, got {self.limit!r}")
+        least = 0 if self.least is None else self.least
+        if type(least) is not int or not -(2**31) <= least < 2**32:
+            raise ValueError(f"least must be from -2^31 to 2^32, got {self.least!r}")
+        if type(self.limit) is not int or not 1 <= self.limit - least <= 2**32:
+            beside = f" above least={least}" if least else ""
+            raise ValueError(
+                f"limit must be from 1 to 2^32{beside}, got {self.limit!r}"
+            )
 
     def supports(self, dtype: Any) -> bool:
+        if jnp.issubdtype(dtype, jnp.floating) and self.least is not None:
+            return holds(dtype, self.least, self.limit - 1)
         return jnp.issubdtype(dtype, jnp.integer)
 
     def encode(self, x: jax.Array, seed: int = 0) -> Exact:
         self._require(x, seed)
-        bits, largest = self._bits(x.dtype)
-        limits = x.dtype.type(0), x.dtype.type(largest)
-        data = jnp.clip(x, *limits).astype(f"uint{max(bits, 8)}")
+        whole = x.astype(_integer(x.dtype))
+        bits, least, most = self._bits(whole.dtype)
+        whole = jnp.clip(whole, whole.dtype.type(least), whole.dtype.type(most))
+        unsigned = f"uint{max(bits, 8)}"  # in which differences wrap around
+        data = whole.astype(unsigned) - jnp.array(least % 2 ** max(bits, 8), unsigned)
         return Exact(_packed(data, bits), x.shape, x.dtype)
 
     def decode(self, encoded: Exact) -> jax.Array:
         self._require_encoded(encoded, Exact)
-        bits, _ = self._bits(encoded.dtype)
-        x = _unpacked(encoded.data, bits, encoded.shape)
-        return x.astype(encoded.dtype)
+        dtype = _integer(encoded.dtype)
+        bits, least, _ = self._bits(dtype)
+        whole = _unpacked(encoded.data, bits, encoded.shape).astype(dtype)
+        return (whole + dtype.type(least)).astype(encoded.dtype)
 
-    def _bits(self, dtype: Any) -> tuple[int, int]:
-        """Of an entry, and the largest that is stored."""
-        largest = min(self.limit - 1, int(jnp.iinfo(dtype).max))
-        return next(b for b in (1, 2, 4, 8, 16, 32) if largest < 2**b), largest
+    def _bits(self, dtype: Any) -> tuple[int, int, int]:
+        """Of an entry; the least and the largest that are stored."""
+        info = jnp.iinfo(dtype)
+        ends = self.least or 0, self.limit - 1
+        least, most = (min(max(end, int(info.min)), int(info.max)) for end in ends)
+        bits = next(b for b in (1, 2, 4, 8, 16, 32) if most - least < 2**b)
+        return bits, least, most
+
+
+def holds(dtype: Any, least: float, most: float) -> bool:
+    """Whether numbers of this type hold all whole ones from the least to the most."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return max(-least, most) <= 2 ** (jnp.finfo(dtype).nmant + 1)
+    return jnp.iinfo(dtype).min <= least and most <= jnp.iinfo(dtype).max
+
+
+def _integer(dtype: Any) -> jnp.dtype:
+    """In which whole numbers of this dtype are counted."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.dtype(dtype)
+    return jnp.dtype("int64" if jnp.dtype(dtype).itemsize == 8 else "int32")
 
 
 def _packed(data: jax.Array, bits: int) -> jax.Array:

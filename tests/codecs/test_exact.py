@@ -1,5 +1,7 @@
 """BitMask, Narrow and Offload give back what they got."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,63 @@ def test_few_integers_share_bytes(limit, bits, shape):
 def test_integers_outside_the_range_saturate():
     _, decoded = round_trip(Narrow(10), jnp.array([-5, 9, 10, 1000]))
     assert decoded.tolist() == [0, 9, 9, 9]
+
+
+FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn]
+
+
+@pytest.mark.parametrize(
+    ("least", "limit", "bits"),
+    [(-1, 1, 1), (-1, 2, 2), (-8, 8, 4), (-9, 8, 8), (200, 216, 4), (-128, 128, 8)]
+    + [(-40000, 20000, 16), (-(2**24), 2**24, 32)],
+)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint32, *FLOATS])
+def test_from_the_least_on(least, limit, bits, dtype):
+    """Of floats those that hold all whole numbers between."""
+    codec, floating = Narrow(limit, least), jnp.issubdtype(dtype, jnp.floating)
+    between = np.unique(np.linspace(least, limit - 1, 33).round().astype(np.int64))
+    if floating:
+        most = 2 ** (jnp.finfo(dtype).nmant + 1)
+        assert codec.supports(dtype) == (max(-least, limit - 1) <= most)
+        assert not Narrow(limit).supports(dtype)
+    else:
+        info = jnp.iinfo(dtype)
+        between = between[(between >= info.min) & (between <= info.max)]
+    if codec.supports(dtype) and between.size:
+        x = jnp.asarray(between).astype(dtype)
+        encoded, decoded = round_trip(codec, x)
+        np.testing.assert_array_equal(decoded, x)
+        if floating:
+            assert encoded.data.nbytes == -(-x.size * bits // 8)
+
+
+def test_doubles_hold_integers_that_int32_does_not():
+    with jax.enable_x64(True):
+        x = jnp.array([2.0**31, 2.0**32 - 1, 3.0])
+        _, decoded = round_trip(Narrow(2**32, 0), x)
+        np.testing.assert_array_equal(decoded, x)
+
+
+def test_floats_outside_the_range_saturate_and_harm_no_others():
+    x = jnp.array([-1e30, 1.0, jnp.inf, 2.0, jnp.nan, 1.0, -jnp.inf, 2.0])
+    _, decoded = round_trip(Narrow(3, 1), x)
+    assert decoded.tolist()[:4] == [1, 1, 2, 2]
+    assert decoded.tolist()[5:] == [1, 1, 2] and decoded[4] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("limit", "least", "message"),
+    [
+        (0, 0, "limit must be from 1 to 2^32, got 0"),
+        (-8, -8, "limit must be from 1 to 2^32 above least=-8, got -8"),
+        (8, -(2**31) - 1, "least must be from -2^31 to 2^32, got -2147483649"),
+        (8, 0.5, "least must be from -2^31 to 2^32, got 0.5"),
+        (8, False, "least must be from -2^31 to 2^32, got False"),
+    ],
+)
+def test_bad_ranges(limit, least, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Narrow(limit, least)
 
 
 @pytest.mark.parametrize("limit", [0, 2**32 + 1])

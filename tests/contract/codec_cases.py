@@ -207,6 +207,7 @@ CASES = [
     Case(Chain(Quantized(4), Offload()), (0, 0), first_bound, **SLOW),
     Case(BitMask(), (98, 2), exact, "mask"),
     Case(Narrow(100), (780, 15), exact, "int"),
+    Case(Narrow(200, -50), (780, 15), exact, "int", **SLOW),
     Case(Chain(Narrow(1000), Offload()), (0, 0), exact, "int", **SLOW),
 ]
 

@@ -101,7 +101,7 @@ CODECS = (
     | st.builds(jc.OutlierQuantized, slots=st.floats(0.01, 1) | st.integers(1, 9))
     | st.builds(jc.Float8, st.integers(1, 200))
     | st.builds(jc.Hadamard, st.sampled_from([1, 2, 64]))
-    | st.builds(jc.Narrow, st.integers(1, 2**32))
+    | st.builds(jc.Narrow, st.integers(1, 2**31), st.none() | st.integers(-(2**31), 0))
     | st.just(jc.BitMask())
 )
 
