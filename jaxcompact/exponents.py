@@ -34,7 +34,7 @@ def find_exponents(
     losses = _losses(graph, given)
     sigmoids = _of_sigmoids(graph) - losses
     ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
-    todo = [v for op in ops for v in _exponents_of(op, losses, made_by)]
+    todo = [v for op in ops for v in _read_by(op, losses, made_by)]
     seen: set[int] = set()
     while todo:
         value = todo.pop()
@@ -47,16 +47,21 @@ def find_exponents(
     return seen.intersection(candidates)
 
 
-def _exponents_of(
-    op: Op, losses: Set[int], made_by: Mapping[int, Op]
-) -> Collection[int]:
-    if op.kind in EXPONENTIALS:
-        return op.reads
+def exponents_of(op: Op, made_by: Mapping[int, Op]) -> Collection[int]:
+    """What an operation takes an exponential of, or a sine that may turn fast."""
     if op.kind in ("sin", "cos"):
         return [v for v in op.reads if _is_fast(v, made_by)]
-    if op.kind == "custom_jvp_call":
-        softplus = is_any(op, ("log1p",)) and losses.isdisjoint(op.outs)
-        return op.reads if is_any(op, ("exp",)) and not softplus else ()
+    raised = op.kind in EXPONENTIALS or op.kind == "custom_jvp_call"
+    return op.reads if raised and is_any(op, EXPONENTIALS) else ()
+
+
+def _read_by(op: Op, losses: Set[int], made_by: Mapping[int, Op]) -> Collection[int]:
+    """By it, or by exponentials inside it."""
+    if op.kind == "custom_jvp_call" and losses.isdisjoint(op.outs):
+        if is_any(op, ("log1p",)):
+            return ()
+    if exponents := exponents_of(op, made_by):
+        return exponents
     found = set()
     for body, first in bodies(op):
         given = given_by(body, {*range(len(body.avals))})

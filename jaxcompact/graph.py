@@ -157,6 +157,8 @@ def graph_of(jaxpr: Any) -> Graph:
             else:
                 if kind == "custom_jvp_call" and params["symbolic_zeros"]:
                     kind = "custom_vjp_call"  # a checkpoint's: see `pullbacks`
+                if kind == "pow" and isinstance(ins[0], Literal):
+                    kind = "exp2"  # of another base
                 counts[kind] = counts.get(kind, -1) + 1
                 outs = tuple(map(new, eqn.outvars))
                 name = f"{kind}.{counts[kind]}"

@@ -214,10 +214,11 @@ class Compress:
     Args:
         codec: of floating point tensors.
         scores: of the operands of softmax scores, q and k, whose errors the exponential
-            amplifies; a `Quantized` takes its groups along the tokens of one channel,
-            and is also for logits and what else an exponential is taken of. Of what is
-            read in slices, as Mamba's input, for these alone if they are the lesser
-            part; else, as of q, k and v in one, for the whole.
+            amplifies, and of fast phases of sines; a `Quantized` takes its groups along
+            the tokens of one channel, and is also for logits and what else an
+            exponential is taken of. Of what is read in slices, as Mamba's input, for
+            these alone if they are the lesser part; else, as of q, k and v in one, for
+            the whole.
         attention: of the other operands and results of an attention that keeps its
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
@@ -270,7 +271,7 @@ class Compress:
             codec = self.scores
             if isinstance(codec, Quantized):
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
-            return codec, "operand of softmax scores"
+            return codec, "operand of scores or phases"
         if tensor.exponent and isinstance(self.scores, Quantized):
             return self.scores, "an exponential is taken of it"
         if tensor.enlarged and self.scores is not None:

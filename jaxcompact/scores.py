@@ -6,6 +6,7 @@ from math import prod
 
 from jax.extend.core import Literal
 
+from jaxcompact.exponents import exponents_of
 from jaxcompact.graph import (
     Graph,
     Op,
@@ -15,7 +16,7 @@ from jaxcompact.graph import (
     scanned_inputs,
     state_of,
 )
-from jaxcompact.kinds import CHEAP, is_any
+from jaxcompact.kinds import CHEAP
 
 _FEW = 256  # terms of scores that are made again (`Compress.terms`)
 _LARGE = 2  # times what is multiplied
@@ -28,9 +29,9 @@ class Attention:
 
     Attributes:
         scores: operands of scores, products of two activations that reach a softmax's
-            exponential, which turns their absolute error into a relative one, or what a
-            norm makes as large as any other, if it was small (linear attention's); and
-            the axis along which their tokens lie.
+            exponential, which turns their absolute error into a relative one, or a sine
+            that turns fast, or what a norm makes as large as any other, if it was small
+            (linear attention's); and the axis along which their tokens lie.
         fused: the "operand"s and "result"s of operations that keep a softmax's
             normalization for their backward pass (flash attention, any attention in a
             `jax.shard_map`): there the errors of scores, values and result do not
@@ -49,7 +50,7 @@ def find_attention(
     norms: Iterable[int] = (),
     tables: Collection[Op] = (),
 ) -> Attention:
-    """Found by following a graph backwards from its exponentials.
+    """Found by following a graph backwards from its exponentials, and fast sines.
 
     Args:
         graph: where to look.
@@ -117,9 +118,10 @@ def find_attention(
                 add_products(operand)
     for op in graph.ops:
         inner = None
-        if op.kind in ("exp", "custom_jvp_call") and is_any(op, ("exp",)):
-            for source in sources(op):
-                add_products(source)
+        if raised := exponents_of(op, made_by):
+            for source in raised:
+                if source not in fixed:
+                    add_products(source)
         elif op.kind in _RULES or op.kind in ("scan", "cond"):
             inner = _scores_inside(op, fixed, known)
         elif "attention" in op.kind.lower():

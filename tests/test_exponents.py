@@ -77,6 +77,12 @@ def snake(p, x):
     return jnp.mean(((h + jnp.sin(a * h) ** 2 / a) @ p["b"] - x[:, :16]) ** 2)
 
 
+def few_phases(p, x):
+    """Made again of few numbers."""
+    h = x @ p["a"][:, :8]
+    return jnp.mean((jnp.sin(4 * (h @ p["a"][:8])) @ p["b"] - x[:, :16]) ** 2)
+
+
 def modulated(p, x):
     """Frequencies that are made of the input."""
     h, a = x @ p["a"], 5 * jax.nn.sigmoid(x @ p["a"])
@@ -101,6 +107,7 @@ LOSSES = {
     "fast sines": fast_sines,
     "turns": turns,
     "snake": snake,
+    "few phases": few_phases,
     "modulated": modulated,
 }
 
@@ -169,6 +176,25 @@ def test_a_name_on_the_way_changes_nothing():
     assert {n: action for n, action in named.items() if n in plain} == plain
     assert {named[n] for n in ("q0", "q1", "logits")} == {"Recompute()"}
     assert sum("bits=8" in action for action in plain.values()) == 3
+
+
+@pytest.mark.parametrize(
+    "of_scores",
+    [jnp.exp, jnp.exp2, lambda s: 2.0**s, lambda s: jnp.sin(3 * s), jax.nn.softmax],
+    ids=["exp", "exp2", "power", "sine", "softmax"],
+)
+def test_what_scores_are_made_again_of(of_scores):
+    """Has 8 bits, whatever makes their errors large."""
+
+    def attended(p, x):
+        q, k = x @ p["a"], x @ p["a"][:, ::-1]
+        weights = of_scores(q @ k.T / 8)
+        return weights / (1 + jnp.abs(weights).sum(-1, keepdims=True)) @ x
+
+    found = stored(attended, PARAMS, X)
+    eight = "Quantized(bits=8, symmetric=False, axis=-2)"
+    assert found["dot_general.0"] == found["dot_general.1"] == eight
+    assert found["dot_general.2"] == "Recompute()"
 
 
 @pytest.mark.parametrize("width", [16, 320])

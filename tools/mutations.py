@@ -33,8 +33,7 @@ MUTATIONS = [
         "jaxcompact/integers.py",
         "while at not in integers and len(readers[at]) == 1:",
         "while at not in integers and readers[at]:",
-        "tests/test_integers.py"
-        "::test_what_a_bound_is_read_beside_is_not_in_its_place",
+        "tests/test_integers.py::test_what_a_bound_is_read_beside_is_not_in_its_place",
     ),
     Mutation(
         "a narrower float moves no bound",
@@ -48,8 +47,7 @@ MUTATIONS = [
         "jaxcompact/tensors.py",
         'fields = {"discrete": discrete, **self._range(value)}',
         'fields = {"discrete": discrete}',
-        "tests/test_integers.py"
-        "::test_quantized_activations_are_stored_in_their_bits",
+        "tests/test_integers.py::test_quantized_activations_are_stored_in_their_bits",
     ),
     Mutation(
         "what is made of what is stored is needed all the same",
