@@ -29,6 +29,13 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "a budget is refused before the next smallest plans were tried",
+        "jaxcompact/planner/candidates.py",
+        "        yield from self.next\n",
+        "",
+        "tests/planner/test_steps.py::test_which_plans_are_compiled[the next]",
+    ),
+    Mutation(
         "rounded numbers are where their bounds are, whoever reads them",
         "jaxcompact/integers.py",
         "while at not in integers and len(readers[at]) == 1:",

@@ -48,12 +48,12 @@ def largest_batch(
     multiple: int = 1,
     progress: Callable[[str], Any] | None = None,
 ) -> LargestBatch:
-    """The largest batch whose step fits, within 1 %, in a few compiles.
+    """A batch whose step fits, and not with 1 % more, in a few compiles.
 
     Peaks are nearly straight lines over the batch: each guess is where the line through
-    the last two meets the budget, between one that fits and one that does not. XLA may
-    need more for an odd number than for a larger one that is a multiple of 64: those
-    alone are looked at with ``multiple=64``.
+    the last two meets the budget, between one that fits and one that does not. They are
+    no more than nearly so: XLA may need more for a batch than for a larger one that is
+    a multiple of 64, or of 1024. Such alone are looked at with ``multiple=64``.
 
     Args:
         make_step: ``batch -> (step, args)``, for `peak`. Jit the step to donate.

@@ -6,6 +6,7 @@ program's limit is corrected. All sizes of what is stored are tried besides.
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import islice
 
 from jaxcompact.planner.alive import alive
 from jaxcompact.planner.milp import Solution, frontier, solve
@@ -15,6 +16,7 @@ _STEPS = 16  # from one solution of the frontier to the next
 _LEAST = 1e-5  # of what can be stored, in such a step: above the solver's tolerance
 _CORRECTIONS = 8  # of the program's limit
 _HALVINGS = 8  # of where that may lie
+_NEXT = 2  # of the smallest, before none is said to fit
 
 
 class Candidates:
@@ -85,15 +87,27 @@ class Candidates:
                 yield found
 
     @cached_property
+    def _without_host(self) -> list[Solution]:
+        asked = without_host(self.asked)
+        found = [*frontier(asked, self.noise), *self._tightest(asked)]
+        return sorted({s.chosen: s for s in found}.values(), key=self.nbytes)
+
+    @property
     def alone(self) -> tuple[Solution, ...]:
         """The smallest by each measure without the host's help."""
-        asked = without_host(self.asked)
-        alone = [*frontier(asked, self.noise), *self._tightest(asked)]
         measures = (self.nbytes, lambda solution: solution.nbytes)
-        return tuple(min(alone, key=size) for size in measures) if alone else ()
+        found = self._without_host
+        return tuple(min(found, key=size) for size in measures) if found else ()
+
+    @property
+    def next(self) -> tuple[Solution, ...]:
+        """After those: what lives beside one differs by more than their sizes do."""
+        left = (s for s in self._without_host if s not in self.alone)
+        return tuple(islice(left, _NEXT))
 
     def smallest(self) -> Iterator[Solution]:
-        """By each measure without the host's help and, more slowly, with it."""
+        """Without the host's help and, more slowly, with it."""
         yield from self.alone
+        yield from self.next
         if self.known:
             yield min(self.known, key=self.nbytes)

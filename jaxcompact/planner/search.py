@@ -77,7 +77,7 @@ def plan_step(
     stays within the budget: the program's own peak corrects the model of what is stored
     and of what lives in a backward pass beside it, in at most three compiles (six while
     a tenth of the budget is left, or what fits is far slower than what does not), and
-    three of the smallest plans before none is said to fit. Of plans that are as fast,
+    five of the smallest plans before none is said to fit. Of plans that are as fast,
     within a hundredth of the block's forward pass, it is one of the more exact.
 
     What the bodies of the block's own loops and branches store is alike for all of
@@ -108,10 +108,10 @@ def plan_step(
     of its roofline.
 
     Raises ValueError for a budget that is none, above the card, or below what the
-    smallest plan takes (which it says), for a ``max_error`` that no plan keeps, for
-    other arguments that are none of these, and for a step that checkpoints no block or
-    several; ImportError without ``jaxcompact[memory]``; NotImplementedError for a card
-    that the compiler does not take, and for a step that calls the host.
+    smallest plan that was found takes (which it says), for a ``max_error`` that no plan
+    keeps, for other arguments that are none of these, and for a step that checkpoints
+    no block or several; ImportError without ``jaxcompact[memory]``; NotImplementedError
+    for a card that the compiler does not take, and for a step that calls the host.
 
     Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
     """

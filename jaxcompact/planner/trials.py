@@ -21,6 +21,7 @@ _COMPILES = 3
 _MORE_COMPILES = 6
 _FAR = 0.9  # of the budget: what takes less may not be the fastest
 _NEAR = 0.98  # of the budget: no other plan is looked for above that
+_HOPE = 1.1  # of the budget: what is larger by the model is not tried
 _SLOW = 0.5  # of a forward pass: by that a plan may be slower than one that missed
 _SAFE = 0.99  # of it, where nothing that fits is known: a corrected model errs by 1 %
 
@@ -125,7 +126,7 @@ class _Search:
                 f"max_error must be reachable, got {self.max_error!r}: no plan is"
             )
         for solution in filter(self._is_new, smallest):
-            if not self.best or self._may_be_better(solution):
+            if self._is_worth_it(solution):
                 beside = self.tried[-1].beside if self.tried else None
                 self._compile(solution, beside)
         if self.best:
@@ -174,6 +175,14 @@ class _Search:
         fits = least + self.candidates.nbytes(solution) <= self.limit
         return fits and solution.cost < self.best.solution.cost
 
+    def _is_worth_it(self, solution: Solution) -> bool:
+        """To compile one of the smallest; the least say what a plan takes."""
+        more = solution in self.candidates.next
+        if self.best:
+            return not more and self._may_be_better(solution)
+        size = self.rest + self.candidates.nbytes(solution)
+        return not more or size <= _HOPE * self.limit
+
     def _is_new(self, solution: Solution) -> bool:
         actions = self._actions(solution)
         return all(trial.plan.actions != actions for trial in self.tried)
@@ -216,7 +225,7 @@ class _Search:
         beside = gib(least.peak_bytes - layers * least.nbytes)
         return _TooSmall(
             f"budget must be {gib(_rounded_up(least.peak_bytes))} or more, which the "
-            f"smallest plan within max_error={self.max_error:g} takes: "
+            f"smallest plan found within max_error={self.max_error:g} takes: "
             f"{gib(least.nbytes)} in each of {layers} layers, and {beside} beside "
             f"them; got {gib(self.limit)}",
             least,

@@ -49,11 +49,13 @@ def test_none_is_faster(asked, monkeypatch, count):
 
 def test_the_smallest_are_without_the_host_and_with_it(asked):
     some = Candidates(asked, LAYERS, NOISE)
-    alone, stored, helped = some.smallest()
-    for without in (alone, stored):
+    alone, stored, *more, helped = some.smallest()
+    for without in (alone, stored, *more):
         assert not any(option and option.away for option in without.chosen)
     assert some.nbytes(alone) <= some.nbytes(stored)
     assert stored.nbytes <= alone.nbytes
+    sizes = list(map(some.nbytes, (alone, *more)))
+    assert more and sizes == sorted(sizes)
     assert any(option and option.away for option in helped.chosen)
     assert some.nbytes(helped) <= min(map(some.nbytes, (alone, *some.known)))
     assert helped.seconds > alone.seconds

@@ -77,7 +77,13 @@ def test_static_arguments_of_a_step(train):
         pytest.param(382, [91, 91], [278.625], id="the first fits"),
         pytest.param(382, [61, 61], [278.625], id="a faster one would not"),
         pytest.param(500, [600, 485], [416.125, 14.125], id="just possible"),
-        pytest.param(500, [600, 490, 490], [416.125, 14.125, 0], id="with the host"),
+        pytest.param(500, [600, 490, 480], [416.125, 14.125, 17.125], id="the next"),
+        pytest.param(
+            500,
+            [600, 490, 490, 490, 490],
+            [416.125, 14.125, 17.125, 55.625, 0],
+            id="with the host",
+        ),
         pytest.param(
             500,
             [100, 490, 480, 480],
