@@ -1,7 +1,8 @@
 """What exponentials are taken of: an error of it is one of all that they make.
 
 Logits of a softmax or a cross-entropy, what decays are made of. Of sines as well, whose
-phase is multiplied: by a number, by what is learned, by another activation.
+phase is multiplied: by a number, by what is learned, by another activation. And of what
+is rounded in steps that are learned.
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -9,7 +10,7 @@ from collections.abc import Collection, Mapping, Set
 from jax.extend.core import Literal
 
 from jaxcompact.differences import given_by
-from jaxcompact.graph import Graph, Op, bodies
+from jaxcompact.graph import Graph, Op, behind, bodies
 from jaxcompact.kinds import (
     ADDITIONS,
     EXPONENTIALS,
@@ -19,22 +20,32 @@ from jaxcompact.kinds import (
     renames,
 )
 
+_ROUNDS = frozenset("ceil floor round".split())
+_WITHIN = ADDITIONS | frozenset(
+    "broadcast_in_dim clamp convert_element_type div max min mul stop_gradient".split()
+)
 _FAST = 2  # radians of a sine for one of what it is made of
 
 
 def find_exponents(
-    graph: Graph, given: Set[int], fixed: Collection[int], candidates: Collection[int]
+    graph: Graph,
+    given: Set[int],
+    fixed: Collection[int],
+    candidates: Collection[int],
+    moving: Collection[int] = (),
 ) -> set[int]:
     """Those of the ``candidates`` that exponentials are cheaply made of.
 
     Not of softplus and the like, whose derivative is 1 where the exponential is large,
-    but where a sum of them is a loss. ``given``: what outputs are made of.
+    but where a sum of them is a loss. ``given``: what outputs are made of; ``moving``:
+    values with cotangents, as steps that are learned.
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     losses = _losses(graph, given)
     sigmoids = _of_sigmoids(graph) - losses
     ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
-    todo = [v for op in ops for v in _read_by(op, losses, made_by)]
+    learned = {v for v in moving if v in fixed}
+    todo = [v for op in ops for v in _read_by(op, losses, made_by, learned)]
     seen: set[int] = set()
     while todo:
         value = todo.pop()
@@ -47,20 +58,29 @@ def find_exponents(
     return seen.intersection(candidates)
 
 
-def exponents_of(op: Op, made_by: Mapping[int, Op]) -> Collection[int]:
-    """What an operation takes an exponential of, or a sine that may turn fast."""
+def exponents_of(
+    op: Op, made_by: Mapping[int, Op], learned: Set[int]
+) -> Collection[int]:
+    """What an operation takes an exponential of, or a sine that may turn fast, or
+    rounds in steps that are ``learned``."""
     if op.kind in ("sin", "cos"):
         return [v for v in op.reads if _is_fast(v, made_by)]
+    call = op.kind in ("custom_jvp_call", "custom_vjp_call")
     raised = op.kind in EXPONENTIALS or op.kind == "custom_jvp_call"
-    return op.reads if raised and is_any(op, EXPONENTIALS) else ()
+    if raised and is_any(op, EXPONENTIALS):
+        return op.reads
+    rounds = op.kind in _ROUNDS or (call and is_any(op, _ROUNDS))
+    return op.reads if rounds and _in_steps(op, learned, made_by) else ()
 
 
-def _read_by(op: Op, losses: Set[int], made_by: Mapping[int, Op]) -> Collection[int]:
+def _read_by(
+    op: Op, losses: Set[int], made_by: Mapping[int, Op], learned: Set[int]
+) -> Collection[int]:
     """By it, or by exponentials inside it."""
     if op.kind == "custom_jvp_call" and losses.isdisjoint(op.outs):
         if is_any(op, ("log1p",)):
             return ()
-    if exponents := exponents_of(op, made_by):
+    if exponents := exponents_of(op, made_by, learned):
         return exponents
     found = set()
     for body, first in bodies(op):
@@ -69,6 +89,18 @@ def _read_by(op: Op, losses: Set[int], made_by: Mapping[int, Op]) -> Collection[
         outer = zip(op.ins[first:], body.inputs, strict=True)
         found |= {v for v, inner in outer if inner in inside and isinstance(v, int)}
     return found
+
+
+def _in_steps(op: Op, learned: Set[int], made_by: Mapping[int, Op]) -> bool:
+    """Whether what it rounds is scaled by what is learned, whose gradient is of what
+    rounding leaves over, a part of a step."""
+    for value in behind(op.reads, made_by, lambda op: op.kind in _WITHIN):
+        maker = made_by.get(value)
+        if maker is not None and maker.kind in ("mul", "div"):
+            by = learned.intersection(maker.reads)
+            if by and not by.issuperset(maker.reads):
+                return True
+    return False
 
 
 def _of_sigmoids(graph: Graph) -> set[int]:

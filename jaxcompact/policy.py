@@ -273,7 +273,7 @@ class Compress:
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of scores or phases"
         if tensor.exponent and isinstance(self.scores, Quantized):
-            return self.scores, "an exponential is taken of it"
+            return self.scores, "an exponential or the like is taken of it"
         if tensor.enlarged and self.scores is not None:
             codecs = (self.scores, self.codec)
             codec = next((c for c in codecs if isinstance(c, Quantized)), None)

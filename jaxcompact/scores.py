@@ -49,8 +49,9 @@ def find_attention(
     known: bool,
     norms: Iterable[int] = (),
     tables: Collection[Op] = (),
+    moving: Collection[int] = (),
 ) -> Attention:
-    """Found by following a graph backwards from its exponentials, and fast sines.
+    """Found by following a graph backwards from its exponentials, and the like.
 
     Args:
         graph: where to look.
@@ -59,8 +60,10 @@ def find_attention(
         known: whether it is known which inputs are parameters.
         norms: of products that are made again, as of ``(q k^T) v``.
         tables: products with parameters that are made again (`find_tables`).
+        moving: values with cotangents, as steps that are learned.
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
+    learned = {v for v in moving if v in fixed}
     found = Attention()
 
     def sources(op: Op) -> list[int]:
@@ -118,7 +121,7 @@ def find_attention(
                 add_products(operand)
     for op in graph.ops:
         inner = None
-        if raised := exponents_of(op, made_by):
+        if raised := exponents_of(op, made_by, learned):
             for source in raised:
                 if source not in fixed:
                     add_products(source)

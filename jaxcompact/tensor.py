@@ -48,7 +48,8 @@ class Tensor:
         near: a difference of what may be near, as a prediction and its target: rounded
             terms are no substitute. Or correlations whose squares a loss adds up, and
             what they are of.
-        exponent: an exponential is taken of it, or of what is cheaply made of it.
+        exponent: an exponential is taken of it, or of what is cheaply made of it, or a
+            sine that may turn fast; or it is rounded in steps that are learned.
         enlarged: a loop of products gives it, and a norm is taken of it: that enlarges
             what is small of it, with its rounding.
         terms: for the product of two activations, or scores of a table of parameters,

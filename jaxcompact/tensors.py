@@ -104,7 +104,7 @@ class Tensors:
 
         self.integers = find_integers(graph)
         given = given_by(graph, moving)
-        exponents = find_exponents(graph, given, self.fixed, self.data)
+        exponents = find_exponents(graph, given, self.fixed, self.data, moving)
         self.tables = find_tables(graph, exponents, self.fixed, known)
         self.solving = {op for op in graph.ops if solves_for_state(op, self.fixed)}
         for value, name in inputs.items():
@@ -131,7 +131,8 @@ class Tensors:
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
         norms = [v for v in stored if self.found[v].normed]
-        attention = find_attention(graph, self.fixed, stored, known, norms, self.tables)
+        of = self.fixed, stored, known, norms, self.tables, moving
+        attention = find_attention(graph, *of)
         steep = bells | find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)

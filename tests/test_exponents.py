@@ -136,6 +136,38 @@ def test_gradients_are_near(name, bits):
     assert errors(LOSSES[name], policy) < bound
 
 
+def straight_through(h):
+    return h + jax.lax.stop_gradient(jnp.round(h) - h)
+
+
+@jax.custom_vjp
+def by_rule(h):
+    return jnp.round(h)
+
+
+by_rule.defvjp(lambda h: (jnp.round(h), None), lambda _, ct: (ct,))
+
+
+@pytest.mark.parametrize("rounds", [straight_through, by_rule])
+@pytest.mark.parametrize("width", [32, 64])
+def test_the_gradient_of_a_step_that_is_learned(rounds, width):
+    """As LSQ's (arXiv 1902.08153): of what rounding leaves over, 0.29 of a step.
+
+    In 8 bits of five standard deviations, it is off by 0.006 of one, which is 0.1 of
+    that at a step of 0.2. In 4 bits it would be off by 1 and more.
+    """
+    cts = normal(7, 64, width)
+
+    def loss(step, x):
+        h = rounds(jnp.clip(x @ PARAMS["a"][:, :width] / step, -8, 7)) * step
+        return (h * cts).sum()
+
+    small = jc.checkpoint(loss, policy=jc.policies.int4(), params=0)
+    for step in (0.2, 0.3, 0.4):
+        found, exact = (jax.grad(f, argnums=(0, 1))(step, X)[0] for f in (small, loss))
+        assert abs(found - exact) < 0.25 * jnp.linalg.norm(cts) * 0.29
+
+
 def stored(fun, *args):
     said = jc.explain(fun, *args, policy=jc.policies.int4(), params=0)
     return {row.name: row.action for row in (*said.rows, *said.inside)}

@@ -29,6 +29,20 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "steps that are learned are as others",
+        "jaxcompact/exponents.py",
+        "if by and not by.issuperset(maker.reads):",
+        "if False:",
+        "tests/test_exponents.py::test_the_gradient_of_a_step_that_is_learned",
+    ),
+    Mutation(
+        "scores of powers of two have the bits of values",
+        "jaxcompact/kinds.py",
+        'EXPONENTIALS = frozenset("exp exp2".split())',
+        'EXPONENTIALS = frozenset("exp".split())',
+        "tests/test_exponents.py::test_what_scores_are_made_again_of",
+    ),
+    Mutation(
         "a budget is refused before the next smallest plans were tried",
         "jaxcompact/planner/candidates.py",
         "        yield from self.next\n",
