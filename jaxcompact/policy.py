@@ -215,10 +215,10 @@ class Compress:
         codec: of floating point tensors.
         scores: of the operands of softmax scores, q and k, whose errors the exponential
             amplifies, and of fast phases of sines; a `Quantized` takes its groups along
-            the tokens of one channel, and is also for logits and what else an
-            exponential is taken of. Of what is read in slices, as Mamba's input, for
-            these alone if they are the lesser part; else, as of q, k and v in one, for
-            the whole.
+            the tokens of one channel, and is also for logits, what else an exponential
+            is taken of, and the operands of those that are made again. Of what is read
+            in slices, as Mamba's input, for these alone if they are the lesser part;
+            else, as of q, k and v in one, for the whole.
         attention: of the other operands and results of an attention that keeps its
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
@@ -267,8 +267,9 @@ class Compress:
         most = 2 * self.terms if tensor.exponent else self.terms
         if tensor.terms is not None and tensor.terms <= most:
             return Recompute(), f"a product over {tensor.terms} terms"
-        if tensor.scores is not None and self.scores is not None:
-            codec = self.scores
+        codec = self.scores
+        as_others = tensor.table and isinstance(codec, Save)
+        if tensor.scores is not None and codec is not None and not as_others:
             if isinstance(codec, Quantized):
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of scores or phases"

@@ -32,6 +32,7 @@ class Attention:
             exponential, which turns their absolute error into a relative one, or a sine
             that turns fast, or what a norm makes as large as any other, if it was small
             (linear attention's); and the axis along which their tokens lie.
+        tables: the same of products with a table of parameters, if of none of those.
         fused: the "operand"s and "result"s of operations that keep a softmax's
             normalization for their backward pass (flash attention, any attention in a
             `jax.shard_map`): there the errors of scores, values and result do not
@@ -39,6 +40,7 @@ class Attention:
     """
 
     scores: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, int] = field(default_factory=dict)
     fused: dict[int, str] = field(default_factory=dict)
 
 
@@ -89,10 +91,10 @@ def find_attention(
                 ]
         return ends
 
-    def add_scores(value: int, axis: int | None) -> None:
+    def add(operands: dict[int, int], value: int, axis: int | None) -> None:
         for origin, at in origins(value, axis).items():
             last = graph.avals[origin].ndim - 2
-            found.scores.setdefault(origin, max(last, 0) if at is None else at)
+            operands.setdefault(origin, max(last, 0) if at is None else at)
 
     def products(value: int) -> Iterable[Op]:
         """Those of two activations that a value is cheaply made of."""
@@ -111,9 +113,10 @@ def find_attention(
 
     def add_products(value: int) -> None:
         for op in products(value):
+            operands = found.tables if op in tables else found.scores
             for operand, axis in zip(op.reads, _free_axes(op, graph), strict=True):
                 if operand not in fixed:
-                    add_scores(operand, axis)
+                    add(operands, operand, axis)
 
     for norm in norms:
         for op in products(norm):
@@ -130,7 +133,7 @@ def find_attention(
         elif "attention" in op.kind.lower():
             inner = {v: 1 if graph.avals[v].ndim == 4 else None for v in op.reads[:2]}
         for value, axis in (inner or {}).items():
-            add_scores(value, axis)
+            add(found.scores, value, axis)
         if inner and (op.kind in _RULES or "attention" in op.kind.lower()):
             if op.kind in ("remat2", "checkpoint"):
                 continue
@@ -138,6 +141,8 @@ def find_attention(
                 for origin in origins(source, None):
                     found.fused.setdefault(origin, "operand")
             found.fused.update(dict.fromkeys(op.outs, "result"))
+    for value in found.scores.keys() & found.tables.keys():
+        del found.tables[value]
     return found
 
 

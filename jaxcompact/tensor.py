@@ -38,6 +38,7 @@ class Tensor:
         least: see ``limit``.
         scores: for an operand of a softmax's scores, ``q k^T``, the axis along which
             the tokens lie; else None.
+        table: those scores are of a table of parameters: logits, relative positions.
         fused: "operand" or "result" of an attention that keeps its softmax's
             normalization for its backward pass; None for all others.
         divisor: others are divided by it, a logarithm or root is taken of it, it
@@ -72,6 +73,7 @@ class Tensor:
     limit: int | None = None
     least: int = 0
     scores: int | None = None
+    table: bool = False
     fused: Literal["operand", "result"] | None = None
     divisor: bool = False
     near: bool = False

@@ -141,12 +141,14 @@ class Tensors:
         for value in stored:
             tensor, op = self.found[value], made_by.get(value)
             kind = op.kind if op else None
-            scores = attention.scores.get(value)
+            table = attention.tables.get(value)
+            scores = attention.scores.get(value, table)
             if scores is not None:  # after the axis of a complex number's parts
                 scores += len(tensor.shape) - graph.avals[value].ndim
             self.found[value] = replace(
                 tensor,
                 scores=scores,
+                table=table is not None,
                 fused=attention.fused.get(value),
                 exponent=value in exponents,
                 enlarged=value in enlarged,
@@ -303,7 +305,8 @@ class Tensors:
             return
         stops = made.union(*cut.values())
         of = self.graph, self.fixed, stops, self.known, (), self.tables
-        read = exponents | find_attention(*of).scores.keys()
+        attention = find_attention(*of)
+        read = exponents | attention.scores.keys() | attention.tables.keys()
 
         def entries(values: Iterable[int]) -> int:
             return sum(self.graph.avals[v].size for v in values)

@@ -247,6 +247,11 @@ def test_scores_of_a_table(width):
     many = {"dot_general.0": "Quantized(bits=4)"}
     many["dot_general.1"] = "Quantized(bits=8, symmetric=False)"
     assert (few if width == 16 else many).items() <= found.items()
+    rows = jc.explain(attended, p, X, policy=jc.policies.int8(), params=0).rows
+    assert {r.action for r in rows if r.name in few} <= {
+        "Quantized(bits=8)",
+        "Recompute()",
+    }
     small = jc.checkpoint(attended, policy=jc.policies.int4(), params=0)
     wrt = [
         jax.grad(lambda p, f=f: jnp.square(f(p, X)).sum())(p) for f in (attended, small)

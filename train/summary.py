@@ -21,7 +21,7 @@ def forget(folder: Path) -> None:
     (folder / _FILE).unlink(missing_ok=True)
 
 
-def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int]:
+def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int | None]:
     """Bytes of one update's gradients, optimizer state and saved linear inputs.
 
     ``batches`` are what `Training.gradients` takes, ``tokens`` those of a microbatch.
@@ -38,15 +38,15 @@ def held_bytes(training: Training, batches: Any, tokens: int) -> dict[str, int]:
     }
 
 
-def linear_input_bytes(training: Training, params: Any, tokens: int) -> int:
+def linear_input_bytes(training: Training, params: Any, tokens: int) -> int | None:
     """Bytes that the compressible linears keep of their inputs between the passes.
 
     Linears that read one tensor, the families of `Subspace.slots` (q, k, v; gate, up),
     keep it once: x in the dtype of the computation, or z as its codec stores it. Under
-    a checkpoint policy or plan they keep nothing of their own, and nothing is counted.
+    a checkpoint policy or plan, which decides what is kept of them, it is None.
     """
     if training.policy is not None:
-        return 0
+        return None
     # Without a subspace, the families of one whose z would be as wide as x.
     subspace = training.subspace or Method("compact", rank=1.0).subspace(0)
     families = {
@@ -100,10 +100,11 @@ def _cells(summary: dict[str, Any]) -> dict[str, str]:
         cells["validation loss"] = f"{loss:.4f}"
         cells["perplexity"] = written(perplexity(loss))
     cells["tokens/s"] = f"{summary['tokens_per_second']:,.0f}"
+    inputs = summary["linear_input_bytes"]
     return cells | {
         "gradients": megabytes(summary["gradient_bytes"]),
         "optimizer state": megabytes(summary["optimizer_bytes"]),
-        "linear inputs": megabytes(summary["linear_input_bytes"]),
+        "linear inputs": "-" if inputs is None else megabytes(inputs),
     }
 
 

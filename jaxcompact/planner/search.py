@@ -103,6 +103,11 @@ def plan_step(
             most of all where a norm follows linear attention: measure it.
         progress: called with a line for each compile; by default it goes to stderr.
 
+    Sizes and times are those of one device's part where types say how arrays lie, in a
+    `jax.shard_map` and under explicit sharding. Where XLA splits a program by itself
+    (Auto axes) they are taken of whole arrays: within the budget, but slower than need
+    be.
+
     Times are measured, of each operation with the elementwise ones before it and of
     each codec, if such a card is in this machine, and kept on disk; else they are those
     of its roofline.
