@@ -24,8 +24,8 @@ def decides(
     if op.kind in ("custom_jvp_call", "custom_vjp_call"):
         return any(
             inner.kind in (*_ROUNDS, "sign")
-            or (inner.kind == "convert_element_type" and _of_bool(inner))
-            or _chooses_constants(inner, body)
+            or (inner.kind == "convert_element_type" and _is_discrete(inner))
+            or not _steps(body).isdisjoint(body.outputs)
             for body in map(graph_of, op.jaxprs)
             for inner in body.ops
         )
@@ -145,15 +145,27 @@ def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
     return found
 
 
-def _chooses_constants(op: Op, graph: Graph) -> bool:
-    """Whether it makes an output of the graph, a step between constants."""
-    if op.kind != "select_n" or op.outs[0] not in graph.outputs:
-        return False
-    return graph.independent_of(graph.inputs).issuperset(op.reads[1:])
+def _steps(graph: Graph) -> set[int]:
+    """What is chosen among constants, and that times a scale of less entries."""
+    fixed, found = graph.independent_of(graph.inputs), set()
+    for op in graph.ops:
+        size = graph.avals[op.outs[0]].size
+        chosen = op.kind == "select_n"
+        if not (chosen or op.kind in _SCALES or op.kind in LAYOUT):
+            continue
+        moving = [v for v in op.ins[chosen:] if isinstance(v, int) and v not in fixed]
+        if chosen and found.issuperset(moving):
+            found.update(op.outs)
+        elif not chosen and not found.isdisjoint(moving):
+            if all(v in found or graph.avals[v].size < size for v in moving):
+                found.update(op.outs)
+    return found
 
 
-def _of_bool(op: Op) -> bool:
-    return op.eqn.invars[0].aval.dtype == bool
+def _is_discrete(op: Op) -> bool:
+    """Whether it makes numbers of a mask, or integers of numbers."""
+    before, after = op.eqn.invars[0].aval, op.eqn.outvars[0].aval
+    return before.dtype == bool or (is_inexact(before) and not is_inexact(after))
 
 
 def _is_mask(op: Op, graph: Graph) -> bool:

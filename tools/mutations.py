@@ -29,6 +29,13 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "steps of a function with a rule of its own are made again",
+        "jaxcompact/decisions.py",
+        "or not _steps(body).isdisjoint(body.outputs)",
+        "or False",
+        "tests/test_decisions.py::test_the_gradient_follows_the_forwards_decisions",
+    ),
+    Mutation(
         "steps that are learned are as others",
         "jaxcompact/exponents.py",
         "if by and not by.issuperset(maker.reads):",
