@@ -35,8 +35,12 @@ def find_integers(graph: Graph) -> dict[int, tuple[int, int]]:
     Of those whose range is known, and held exactly by their dtype.
     """
     spans, whole = _find(graph, [_ANY] * len(graph.inputs), set())
-    found = {v: spans[v] for v in whole if not any(map(math.isinf, spans[v]))}
-    return {v: (math.ceil(low), math.floor(high)) for v, (low, high) in found.items()}
+    found = {v: spans[v] for v in whole if not _is(graph.avals[v], jnp.bool_)}
+    return {
+        v: (math.ceil(low), math.floor(high))
+        for v, (low, high) in found.items()
+        if not (math.isinf(low) or math.isinf(high))
+    }
 
 
 def within_bounds(
@@ -130,6 +134,8 @@ def _is_as_fine(cast: JaxprEqn) -> bool:
 
 def _is_held(span: Span, aval: Any) -> bool:
     """Whether rounding to its dtype moves no end, so that none is beyond it."""
+    if _is(aval, jnp.bool_):
+        return True
     ends = [x for x in span if not math.isinf(x)]
     number = is_float(aval) or _is_integer(aval)
     return number and all(holds(aval.dtype, x, x) for x in ends)

@@ -93,6 +93,12 @@ def made_of(op: Op, spans: Collection[Span | None]) -> Span | None:
         known = bool(corners) and None not in spans
     elif known := op.kind in _CORNERS and None not in spans:
         with np.errstate(all="ignore"):
-            corners = [_CORNERS[op.kind](*xs) for xs in product(*spans)]
+            ends = [(*span, 0.0) if _turns(op, span) else span for span in spans]
+            corners = [_CORNERS[op.kind](*xs) for xs in product(*ends)]
         corners = [float(x) for x in corners if not np.isnan(x)]
     return (min(corners), max(corners)) if known and corners else None
+
+
+def _turns(op: Op, span: Span) -> bool:
+    """Whether a span has zero inside, where a size is least and logarithms begin."""
+    return op.kind in ("abs", "log") and span[0] < 0 < span[1]

@@ -176,7 +176,7 @@ def test_architectures(fun, most):
 
 def test_scores_have_groups_of_tokens():
     said = jc.explain(attention, PARAMS, X, policy=jc.policies.int4(), params=0)
-    tokens = [row for row in said.rows if "softmax scores" in row.reason]
+    tokens = [row for row in said.rows if "operand of scores" in row.reason]
     # [parts, tokens, batch, entries]
     assert len(tokens) == 2 and all("axis=-3" in row.action for row in tokens), said
 
