@@ -248,7 +248,7 @@ def test_int4_takes_care_of_what_attention_reads():
     small = jc.checkpoint(layer, policy=jc.policies.int4(), params=0)
     x = jnp.ones((8, 16, 32))
     said = str(jc.explain(small, block, x, jnp.full(8, 12), jnp.int32(0)))
-    lines = [line for line in said.splitlines() if "operand of softmax" in line]
+    lines = [line for line in said.splitlines() if "operand of scores" in line]
     assert len(lines) == 2 and all("bits=8" in line for line in lines)
 
 
