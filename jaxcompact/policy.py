@@ -311,6 +311,7 @@ def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:
         return None
     signed = tensor.floating or tensor.least < 0
     codec = Narrow(tensor.limit, tensor.least if signed else None)
-    if codec.nbytes(tensor.shape, tensor.dtype) >= tensor.nbytes:
+    held = codec.supports(tensor.dtype)
+    if not held or codec.nbytes(tensor.shape, tensor.dtype) >= tensor.nbytes:
         return None
     return codec, f"whole numbers from {tensor.least} to {tensor.limit - 1}"

@@ -323,7 +323,8 @@ class Tensors:
         """In place of a tensor a part of it, which keeps a name of its own."""
         aval, name = self.graph.avals[part], self.found.get(part, tensor).name
         shape, dtype = reals_of(aval)
-        self.found[part] = replace(tensor, name=name, shape=shape, dtype=dtype)
+        known = {"least": 0, "limit": None, **self._range(part)}
+        self.found[part] = replace(tensor, name=name, shape=shape, dtype=dtype, **known)
 
     def _cut_chains(self) -> None:
         """A residual stream, where what is added to it is read otherwise as well."""

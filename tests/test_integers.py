@@ -169,6 +169,31 @@ def test_where_a_sort_took_them_from_is_stored_in_few_bits():
     assert error < 0.1 * jnp.linalg.norm(gradient(block, w))
 
 
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        lambda y: jnp.clip(jnp.round(8 * y), -8, 7).sum(0, keepdims=True),
+        lambda y: jnp.clip(jnp.round(64 * y), -512, 511).astype(jnp.bfloat16),
+        lambda y: jnp.round(jnp.clip(y, -1, 1) * 127).astype(jnp.float8_e4m3fn),
+    ],
+    ids=["sum", "bfloat16", "float8"],
+)
+@pytest.mark.parametrize("policy", [jc.policies.int8(), jc.policies.int4()])
+def test_what_is_stored_in_their_place_has_a_range_of_its_own(rounds, policy):
+    """And none, where a narrow float does not hold it."""
+
+    def block(w, x):
+        return rounds(x @ PARAMS["up"]).astype(x.dtype) @ w
+
+    w = jax.random.normal(KEY, (128, 8))
+    small = jc.checkpoint(block, policy=policy, params=0)
+    found, exact = (
+        jax.grad(lambda w, x, f=f: f(w, x).sum(), argnums=(0, 1))(w, X)[0]
+        for f in (small, block)
+    )
+    assert jnp.abs(found - exact).max() <= 1e-6 * jnp.abs(exact).max()
+
+
 def test_what_a_bound_is_read_beside_is_not_in_its_place():
     """The rounded numbers have no range of their own, and are read without bounds."""
 
