@@ -22,13 +22,7 @@ def decides(
     A sign is a choice of three.
     """
     if op.kind in ("custom_jvp_call", "custom_vjp_call"):
-        return any(
-            inner.kind in (*_ROUNDS, "sign")
-            or (inner.kind == "convert_element_type" and _is_discrete(inner))
-            or not _steps(body).isdisjoint(body.outputs)
-            for body in map(graph_of, op.jaxprs)
-            for inner in body.ops
-        )
+        return any(map(_decides_inside, map(graph_of, op.jaxprs)))
     if op.kind not in ELEMENTWISE:
         return False
     aval = graph.avals[value]
@@ -143,6 +137,16 @@ def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
         elif op.kind in ELEMENTWISE or op.kind in LAYOUT or renames(op):
             origins |= dict.fromkeys(op.outs, of_op)
     return found
+
+
+def _decides_inside(body: Graph) -> bool:
+    """Whether it rounds, or gives steps between constants."""
+    steps = _steps(body)
+    return any(isinstance(v, int) and v in steps for v in body.outputs) or any(
+        op.kind in (*_ROUNDS, "sign")
+        or (op.kind == "convert_element_type" and _is_discrete(op))
+        for op in body.ops
+    )
 
 
 def _steps(graph: Graph) -> set[int]:

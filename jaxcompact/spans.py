@@ -80,6 +80,7 @@ def _extremes(x: jax.Array) -> list[jax.Array]:
 
 
 def made_of(op: Op, spans: Collection[Span | None]) -> Span | None:
+    """Of what an operation makes of values between such, where that is known."""
     if len(op.outs) != 1:
         return None
     dtype = getattr(op.eqn.outvars[0].aval, "dtype", None)

@@ -113,6 +113,23 @@ def test_the_gradient_follows_the_forwards_decisions(decide):
         assert errors(lambda w, x: decide(x @ w), W, x) < ULPS
 
 
+@pytest.mark.parametrize("made_by", [jax.custom_jvp, jax.custom_vjp])
+def test_a_function_with_a_rule_may_give_a_constant(made_by):
+    fun = made_by(lambda y: (jnp.sin(y), 3.0))
+    if made_by is jax.custom_jvp:
+        fun.defjvp(lambda y, t: (fun(*y), (t[0] * jnp.cos(y[0]), jnp.zeros(()))))
+    else:
+        fun.defvjp(lambda y: (fun(y), y), lambda y, ct: (ct[0] * jnp.cos(y),))
+
+    def scaled(w, x):
+        y, scale = fun(x @ w)
+        return scale * y
+
+    exact = jc.Policy(default=jc.Save())
+    assert errors(scaled, W, normal(0, 8, 64), policy=exact) < ULPS
+    assert errors(scaled, W, normal(0, 8, 64), policy=jc.policies.int8()) < 0.02
+
+
 def test_corners_of_a_cell_are_made_again_of_the_place():
     """Places are whole: indices and what is inside need not be stored as well."""
     table = normal(5, 64)
