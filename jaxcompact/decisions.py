@@ -153,10 +153,10 @@ def _steps(graph: Graph) -> set[int]:
     """What is chosen among constants, and that times a scale of less entries."""
     fixed, found = graph.independent_of(graph.inputs), set()
     for op in graph.ops:
-        size = graph.avals[op.outs[0]].size
         chosen = op.kind == "select_n"
         if not (chosen or op.kind in _SCALES or op.kind in LAYOUT):
             continue
+        size = graph.avals[op.outs[0]].size
         moving = [v for v in op.ins[chosen:] if isinstance(v, int) and v not in fixed]
         if chosen and found.issuperset(moving):
             found.update(op.outs)
