@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jaxcompact.arrays import is_float, is_inexact
 from jaxcompact.differences import narrow
-from jaxcompact.graph import Graph, Op, graph_of
+from jaxcompact.graph import Graph, Op, graph_of, of_no_number
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"
@@ -21,11 +21,11 @@ def decides(
 
     A sign is a choice of three.
     """
-    if op.kind in ("custom_jvp_call", "custom_vjp_call"):
+    aval, ruled = graph.avals[value], op.kind in ("custom_jvp_call", "custom_vjp_call")
+    if ruled and is_inexact(aval):
         return any(map(_decides_inside, map(graph_of, op.jaxprs)))
-    if op.kind not in ELEMENTWISE:
+    if not ruled and op.kind not in ELEMENTWISE:
         return False
-    aval = graph.avals[value]
     if aval.dtype == bool:
         return not all(_is_mask(r, graph) for r in readers[value])
     rounded = any(v in data and is_inexact(graph.avals[v]) for v in op.reads)
@@ -141,23 +141,32 @@ def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
 
 def _decides_inside(body: Graph) -> bool:
     """Whether it rounds, or gives steps between constants."""
-    steps = _steps(body)
-    return any(isinstance(v, int) and v in steps for v in body.outputs) or any(
+    found = steps(body)
+    return any(isinstance(v, int) and v in found for v in body.outputs) or any(
         op.kind in (*_ROUNDS, "sign")
         or (op.kind == "convert_element_type" and _is_discrete(op))
         for op in body.ops
     )
 
 
-def _steps(graph: Graph) -> set[int]:
-    """What is chosen among constants, and that times a scale of less entries."""
+def steps(graph: Graph) -> set[int]:
+    """What is chosen among constants, as numbers of a mask, and that times a scale of
+    less entries."""
     fixed, found = graph.independent_of(graph.inputs), set()
+    nan = of_no_number(graph)
     for op in graph.ops:
         chosen = op.kind == "select_n"
+        if op.kind == "convert_element_type" and op.eqn.invars[0].aval.dtype == bool:
+            found.update(op.outs)
         if not (chosen or op.kind in _SCALES or op.kind in LAYOUT):
             continue
         size = graph.avals[op.outs[0]].size
-        moving = [v for v in op.ins[chosen:] if isinstance(v, int) and v not in fixed]
+        ins = (
+            op.ins[1:2]
+            if chosen and not nan.isdisjoint(op.reads[:1])
+            else op.ins[chosen:]
+        )
+        moving = [v for v in ins if isinstance(v, int) and v not in fixed]
         if chosen and found.issuperset(moving):
             found.update(op.outs)
         elif not chosen and not found.isdisjoint(moving):

@@ -7,7 +7,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.differences import is_square, narrow, pair
-from jaxcompact.graph import Graph, Op, bodies, state_of
+from jaxcompact.graph import Graph, Op, bodies, number, state_of
 from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
 
 # A small absolute error in what these read is a large one in what they make: at zero,
@@ -94,7 +94,8 @@ class _Facts:
 
 
 def _is_above(constant: Literal, bound: float) -> bool:
-    return not jnp.iscomplexobj(constant.val) and constant.val >= bound
+    value = number(constant)
+    return value is not None and value >= bound
 
 
 def _union(found: Mapping[int, list[int]], values: Collection[int]) -> list[int]:

@@ -1,8 +1,9 @@
 """What exponentials are taken of: an error of it is one of all that they make.
 
 Logits of a softmax or a cross-entropy, what decays are made of. Of sines as well, whose
-phase is multiplied: by a number, by what is learned, by another activation. And of what
-is rounded in steps that are learned.
+phase is multiplied: by a number, by what is learned, by another activation. Of sigmoids
+that a number makes steep, as a soft threshold's. And of what is rounded in steps that
+are learned.
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -10,7 +11,7 @@ from collections.abc import Collection, Mapping, Set
 from jax.extend.core import Literal
 
 from jaxcompact.differences import given_by
-from jaxcompact.graph import Graph, Op, behind, bodies
+from jaxcompact.graph import Graph, Op, behind, bodies, number
 from jaxcompact.kinds import (
     ADDITIONS,
     EXPONENTIALS,
@@ -24,7 +25,11 @@ _ROUNDS = frozenset("ceil floor round".split())
 _WITHIN = ADDITIONS | frozenset(
     "broadcast_in_dim clamp convert_element_type div max min mul stop_gradient".split()
 )
+_SAME = ADDITIONS | {"convert_element_type", "neg"}
 _FAST = 2  # radians of a sine for one of what it is made of
+# Times a sigmoid's operand is multiplied, above which 4 bits of that are too few. A
+# softplus bends there alone.
+_STEEP = {"erf": 2.0, "logistic": 4.0, "tanh": 2.0, "softplus": 16.0}
 
 
 def find_exponents(
@@ -65,6 +70,8 @@ def exponents_of(
     rounds in steps that are ``learned``."""
     if op.kind in ("sin", "cos"):
         return [v for v in op.reads if _is_fast(v, made_by)]
+    if op.kind in _STEEP:
+        return [v for v in op.reads if _written(v, made_by) > _STEEP[op.kind]]
     call = op.kind in ("custom_jvp_call", "custom_vjp_call")
     raised = op.kind in EXPONENTIALS or op.kind == "custom_jvp_call"
     if raised and is_any(op, EXPONENTIALS):
@@ -79,7 +86,8 @@ def _read_by(
     """By it, or by exponentials inside it."""
     if op.kind == "custom_jvp_call" and losses.isdisjoint(op.outs):
         if is_any(op, ("log1p",)):
-            return ()
+            steep = (_written(v, made_by) > _STEEP["softplus"] for v in op.reads)
+            return op.reads if any(steep) else ()
     if exponents := exponents_of(op, made_by, learned):
         return exponents
     found = set()
@@ -133,6 +141,19 @@ def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
         elif op.kind in ADDITIONS | {"neg", "convert_element_type"} or renames(op):
             todo += op.reads
     return False
+
+
+def _written(value: int, made_by: Mapping[int, Op]) -> float:
+    """By what number that is written there it is multiplied."""
+    found = 1.0
+    while (op := made_by.get(value)) and len(op.reads) == 1:
+        by = [number(v) for v in op.ins if isinstance(v, Literal)]
+        if op.kind in ("mul", "div") and by:
+            found *= abs(by[0] or 1.0) ** (1 if op.kind == "mul" else -1)
+        elif not (op.kind in _SAME or renames(op)):
+            break
+        (value,) = op.reads
+    return found
 
 
 def _losses(graph: Graph, given: Set[int]) -> set[int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import flax
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
 
 from jaxcompact.arrays import is_inexact
@@ -24,6 +25,7 @@ _LIBRARIES = tuple(  # whose lines are not the user's
     os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (jax, flax)
 ) + (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
 
+_REAL = jnp.bool_, jnp.integer, jnp.floating
 Value = int | Literal  # the number of a value, or a constant written in place
 
 
@@ -132,6 +134,13 @@ def read(env: dict[int, Any], value: Value) -> Any:
     return value.val if isinstance(value, Literal) else env[value]
 
 
+def number(constant: Literal) -> float | None:
+    """Its value; None if it is complex, or the tangent of an integer."""
+    dtype = constant.aval.dtype
+    real = any(map(functools.partial(jnp.issubdtype, dtype), _REAL))
+    return float(constant.val) if real else None
+
+
 def graph_of(jaxpr: Any) -> Graph:
     """The graph of a jaxpr; its constants, if it has any, are the first inputs."""
     graph, counts = Graph(), {}
@@ -222,6 +231,12 @@ def _key(op: Op, ins: Sequence[Value]) -> Any:
     except TypeError:
         return op
     return op if op.eqn.effects else key
+
+
+def of_no_number(graph: Graph) -> set[int]:
+    """Masks of NaN alone, ``x != x``."""
+    unequal = (op for op in graph.ops if op.kind == "ne" and op.ins[0] == op.ins[1])
+    return {v for op in unequal for v in op.outs}
 
 
 def _where(eqn: JaxprEqn) -> str:

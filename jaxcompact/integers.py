@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxcompact.arrays import is_float
 from jaxcompact.codecs.exact import holds
-from jaxcompact.graph import Graph, Op, Value, bodies
+from jaxcompact.graph import Graph, Op, Value, bodies, number, of_no_number
 from jaxcompact.kinds import LAYOUT, ORDERS
 from jaxcompact.spans import Span, made_of, span_of, spans_of
 
@@ -64,9 +64,13 @@ def _find(
     spans = dict(zip(graph.inputs, inputs, strict=True))
     spans |= spans_of(graph.constants) | graph.spans
     whole |= {v for v in spans if _is_integer(graph.avals[v])}
+    nan = of_no_number(graph)
     for op in graph.ops:
-        ins = [span_of(v, spans) or _ANY for v in op.ins]
-        are_whole = [_is_whole(v, graph, whole) for v in op.ins]
+        read = op.ins
+        if op.kind == "select_n" and not nan.isdisjoint(op.reads[:1]):
+            read = (*op.ins[:2], op.ins[1])
+        ins = [span_of(v, spans) or _ANY for v in read]
+        are_whole = [_is_whole(v, graph, whole) for v in read]
         kept = op.kind in _ROUNDS or (op.kind in _KEEPS and all(are_whole))
         outs, made = _spans(op, ins), op.outs if kept else ()
         if op.kind in ("custom_jvp_call", "custom_vjp_call"):
@@ -143,7 +147,8 @@ def _is_held(span: Span, aval: Any) -> bool:
 
 def _is_whole(value: Value, graph: Graph, whole: Collection[int]) -> bool:
     if isinstance(value, Literal):
-        return not jnp.iscomplexobj(value.val) and float(value.val).is_integer()
+        written = number(value)
+        return written is not None and written.is_integer()
     return value in whole or _is(graph.avals[value], jnp.bool_)
 
 

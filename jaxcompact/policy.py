@@ -307,7 +307,7 @@ class Compress:
 
 def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:
     """For whole numbers of a known range, unless that takes as much as they do."""
-    if tensor.kind != "op" or tensor.limit is None:
+    if tensor.kind not in ("op", "residual") or tensor.limit is None:
         return None
     signed = tensor.floating or tensor.least < 0
     codec = Narrow(tensor.limit, tensor.least if signed else None)

@@ -13,8 +13,9 @@ from jaxcompact.choices import choices, choose
 from jaxcompact.graph import Graph, Op, Value, moving_values, read
 from jaxcompact.kinds import BLOCKS, expensive
 from jaxcompact.program import Program
-from jaxcompact.rules import decided_before
+from jaxcompact.rules import decided_before, keeps_decisions
 from jaxcompact.sources import Choice, Residual, Slope, Source
+from jaxcompact.surrogates import is_step, slopes_before
 from jaxcompact.tensors import Tensors
 
 
@@ -32,6 +33,7 @@ class Recording:
         program: makes the outputs, and then the sources.
         sources: values, residuals of blocks, slopes and choices.
         trees: block -> its backward function as a pytree; its residuals are the leaves.
+        cheap: those that are blocks for what their rules decide alone.
         links: sources that are values of the graph -> that value.
         fixed: sources made of parameters alone.
         avals: source -> its type.
@@ -90,10 +92,8 @@ class Recording:
                 backward, moved = None, list(filter(self.moves, op.outs))
                 if self._is_block(op):
                     outs, backward = self.differentiate(op, values)
-                elif op.kind == "custom_vjp_call" and moved and not op.eqn.effects:
-                    outs, backward = self.differentiate(op, renewed(values))
-                    cts = [graph.avals[v].to_ct_aval() for v in moved]
-                    backward = decided_before(backward, cts)
+                elif moved and self._has_rule(op):
+                    outs, backward = self._decided(op, values, moved)
                 if backward is None:
                     return op.bind(*values)
                 leaves, trees[op] = jax.tree.flatten(backward)
@@ -108,6 +108,7 @@ class Recording:
 
         avals = [graph.avals[v] for v in graph.inputs]
         self.program, self.trees = Program.trace(forward, *avals), trees
+        self.cheap = {op for op in trees if not self._is_block(op)}
 
     def _find_links(self) -> None:
         graph, count = self.graph, len(self.graph.outputs)
@@ -137,6 +138,31 @@ class Recording:
         """Differentiated as a whole, from what it keeps for itself."""
         moved = not self.moving.isdisjoint(op.outs)
         return op.kind in BLOCKS and moved and expensive(op)
+
+    def _has_rule(self, op: Op) -> bool:
+        """A cheap function's, whose derivative is not stored as a step's."""
+        tensor = self.tensors.found.get(op.outs[0])
+        step = tensor is not None and tensor.step
+        ruled = op.kind in ("custom_jvp_call", "custom_vjp_call")
+        return ruled and not step and not op.eqn.effects
+
+    def _decided(self, op: Op, values: list[Any], moved: list[int]) -> tuple[list, Any]:
+        """As `differentiate`; no backward function if its rules decide nothing."""
+        values = renewed(values)
+        outs, backward = self.differentiate(op, values)
+        cts = [self.graph.avals[v].to_ct_aval() for v in moved]
+        before = None
+        if is_step(op):
+            before = slopes_before(backward, cts)
+        before = before or decided_before(backward, cts)
+        if before is not None:
+            return outs, before
+
+        def kept(*values):
+            return jax.tree.leaves(self.differentiate(op, [*values])[1])
+
+        decoded = [isinstance(v, int) and v in self.tensors.data for v in op.ins]
+        return outs, backward if keeps_decisions(kept, values, decoded) else None
 
     def _slope(self, value: int, env: dict[int, Any]) -> jax.Array:
         function = self.tensors.functions[value]

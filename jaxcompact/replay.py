@@ -128,6 +128,8 @@ class Replay:
             for s, (_, action, _) in self.chosen.items()
             if isinstance(s, Residual) and isinstance(action, Recompute)
         }
+        if not self.lossy:  # what is exact decides as it did
+            made_again |= self.recording.cheap
         stored: list[Source] = [
             s
             for s, (_, action, _) in self.chosen.items()

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 
 from jaxcompact.choices import choices
-from jaxcompact.decisions import decided
+from jaxcompact.decisions import decided, steps
 from jaxcompact.divisors import find_divisors, steeply_read
 from jaxcompact.graph import graph_of
+from jaxcompact.integers import find_integers
 from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
 from jaxcompact.loops import infinities
 from jaxcompact.recording import Recording
@@ -19,7 +21,7 @@ from jaxcompact.tensor import Tensor
 def find_residuals(recording: Recording) -> Iterator[tuple[Residual | Choice, Tensor]]:
     """Those that a policy decides of: the others are values of the graph, or made of
     parameters alone."""
-    infinite = _infinite(recording)
+    known = _known(recording)
     steep, decides = _read_by_rules(recording)
     for source in recording.sources:
         if source in recording.fixed:
@@ -28,26 +30,26 @@ def find_residuals(recording: Recording) -> Iterator[tuple[Residual | Choice, Te
         if isinstance(source, Choice):
             yield source, _choice(recording, source)
         elif isinstance(source, Residual):
-            divisor, discrete = value in steep, value in decides
-            discrete |= recording.avals[source].dtype == bool
+            special = {"divisor": value in steep, "discrete": value in decides}
+            special["discrete"] |= recording.avals[source].dtype == bool
             # One that is a value of the graph is decided of there.
-            if divisor or discrete or source not in recording.links:
-                divisor = divisor or source in infinite
-                yield source, _residual(recording, source, divisor, discrete)
+            if source not in recording.links:
+                special = {**special, **known.get(source, {})}
+            elif not any(special.values()):
+                continue
+            yield source, _residual(recording, source, special)
 
 
-def _residual(
-    recording: Recording, source: Residual, divisor: bool, discrete: bool
-) -> Tensor:
-    """``divisor`` and ``discrete``: what is known of how a rule reads it."""
+def _residual(recording: Recording, source: Residual, known: dict[str, Any]) -> Tensor:
+    """``known``: fields that are told by how it is made, and how a rule reads it."""
     aval, op = recording.avals[source], source.op
     tensors = recording.tensors
     value = recording.links.get(source, source)
     again = op in tensors.solving
-    special = {"divisor": divisor or again, "discrete": discrete, "cheap": again}
-    special = {name: True for name, holds in special.items() if holds}
+    known = known | ({"divisor": True, "cheap": True} if again else {})
+    known = {name: value for name, value in known.items() if value}
     if value in tensors.found:
-        return replace(tensors.found[value], **special)
+        return replace(tensors.found[value], **known)
     largest = max(recording.graph.avals[v].size for v in op.reads)
     out = tensors.found.get(op.outs[0])  # of a loop a part may be stored
     tensor = Tensor.of(
@@ -60,7 +62,7 @@ def _residual(
         divisor=is_any(op, LINEAR_ALGEBRA)
         or not tensors.fixed.issuperset(steeply_read(op)),
     )
-    return replace(tensor, **special)
+    return replace(tensor, **known)
 
 
 def _choice(recording: Recording, source: Choice) -> Tensor:
@@ -75,19 +77,30 @@ def _choice(recording: Recording, source: Choice) -> Tensor:
     )
 
 
-def _infinite(recording: Recording) -> set[Source]:
-    """Residuals that an infinity is written into by the rule that makes them."""
+def _known(recording: Recording) -> dict[Source, dict[str, Any]]:
+    """What is told by how residuals are made: that infinities are written into them,
+    that they are whole numbers, or steps."""
     if not recording.trees:
-        return set()
+        return {}
     graph, outer = graph_of(recording.program.jaxpr), recording.graph
     same = graph.inputs[len(recording.program.consts) :]
     inner = dict(zip(outer.inputs, same, strict=True))
     graph.spans = {inner[v]: span for v, span in outer.spans.items()}
     graph.infinite = {inner[v] for v in outer.infinite}
-    found = infinities(graph)
-    made = graph.outputs[len(recording.graph.outputs) :]
-    pairs = zip(recording.sources, made, strict=True)
-    return {s for s, v in pairs if isinstance(v, int) and v in found}
+    infinite, stepped, ranges = infinities(graph), steps(graph), find_integers(graph)
+    made = graph.outputs[len(outer.outputs) :]
+    found: dict[Source, dict[str, Any]] = {}
+    for source, value in zip(recording.sources, made, strict=True):
+        if isinstance(source, Residual) and isinstance(value, int):
+            found[source] = known = {}
+            if value in infinite:
+                known["divisor"] = True
+            if value in stepped:
+                known["discrete"] = True
+            if value in ranges:
+                least, most = ranges[value]
+                known |= {"discrete": True, "least": least, "limit": most + 1}
+    return found
 
 
 def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:

@@ -1,7 +1,8 @@
-"""Backward rules of `jax.custom_vjp` that decide: a window around a threshold, a clip.
+"""Rules of `jax.custom_vjp` and `jax.custom_jvp` that decide: a window, a clip.
 
 A rule whose forward pass is cheap would be run again of decoded values, and decide by
-them. What it decides by its residuals alone is decided in the forward pass.
+them. What it decides there is kept, and what its backward rule decides by what is kept
+is decided in the forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,9 +11,29 @@ from typing import Any
 import jax
 
 from jaxcompact.arrays import is_inexact
-from jaxcompact.decisions import decided
+from jaxcompact.decisions import decided, steps
 from jaxcompact.graph import graph_of, read
+from jaxcompact.integers import find_integers
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
+
+
+def keeps_decisions(
+    kept: Callable[..., Sequence[Any]], values: Sequence[Any], decoded: Sequence[bool]
+) -> bool:
+    """Whether a mask, a whole number or a step is kept that is made of values which may
+    come back ``decoded``.
+
+    What integers alone give, as of labels, is the same when it is made again.
+    """
+    closed = jax.make_jaxpr(kept)(*values)
+    graph = graph_of(closed)
+    pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
+    moving = [v for v, d in pairs if d and is_inexact(graph.avals[v])]
+    same = graph.independent_of(moving) | {*graph.inputs}
+    made = {v for v in graph.outputs if isinstance(v, int)} - same
+    if all(is_inexact(graph.avals[v]) for v in made):
+        made &= find_integers(graph).keys() | steps(graph)
+    return bool(made)
 
 
 def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:

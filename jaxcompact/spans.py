@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jaxcompact.arrays import is_float, on_host
-from jaxcompact.graph import Graph, Op, Value
+from jaxcompact.graph import Graph, Op, Value, number
 from jaxcompact.kinds import LAYOUT, renames
 
 LARGE = 1e4  # what masks are filled with, or larger
@@ -46,8 +46,8 @@ def find_spans(graph: Graph) -> dict[int, Span]:
 def span_of(value: Value, spans: Mapping[int, Span]) -> Span | None:
     if not isinstance(value, Literal):
         return spans.get(value)
-    real = not jnp.iscomplexobj(value.val)
-    return (float(value.val),) * 2 if real else None
+    written = number(value)
+    return None if written is None else (written, written)
 
 
 def is_large(span: Span) -> bool:

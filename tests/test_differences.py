@@ -23,7 +23,10 @@ CODECS = [jc.Quantized(8, 32)]
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.015), ("int4", 0.25)])
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [pytest.param("int8", 0.015, marks=pytest.mark.slow), ("int4", 0.25)],
+)
 def test_the_gradient_of_a_small_difference(name, policy, bound):
     """Three tensors are rounded, each by 10 % of its size with 4 bits.
 

@@ -89,6 +89,11 @@ def modulated(p, x):
     return jnp.mean((jnp.cos(h * a - h) @ p["b"] - x[:, :16]) ** 2)
 
 
+def steep(function):
+    """Of a sigmoid that a number makes steep; at 1 and 2 it would be as any other."""
+    return lambda p, x: jnp.mean((function(x @ p["a"]) @ p["b"] - x[:, :16]) ** 2)
+
+
 LOSSES = {
     "log softmax": lambda p, x: of_the_right(jax.nn.log_softmax(logits(p, x))),
     "log of softmax": lambda p, x: of_the_right(jnp.log(jax.nn.softmax(logits(p, x)))),
@@ -109,6 +114,9 @@ LOSSES = {
     "snake": snake,
     "few phases": few_phases,
     "modulated": modulated,
+    "a soft threshold": steep(lambda h: h * jax.nn.sigmoid(20 * (h - 0.5))),
+    "at a temperature": steep(lambda h: jnp.tanh(-h / 0.1)),
+    "a sharp softplus": steep(lambda h: jax.nn.softplus(100 * h) / 100),
 }
 
 

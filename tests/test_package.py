@@ -41,7 +41,7 @@ LAYERS = (
         "regions",
     },
     {"scores"},
-    {"subspace", "tensors", "program", "norms", "rules"},
+    {"subspace", "tensors", "program", "norms", "rules", "surrogates"},
     {"policy", "recording"},
     {"residuals", "forward", "backward"},
     {"policies", "replay"},

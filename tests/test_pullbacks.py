@@ -76,7 +76,9 @@ def in_turn(f):
     return [grads[i](W, X) for i in (0, 1, 0, 1, 1, 0)]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    "compiled", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(
     "use",

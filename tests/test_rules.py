@@ -1,13 +1,15 @@
-"""What backward rules decide: windows, clips; of exact values, one bit an entry."""
+"""What rules decide: windows, clips, maxima; of exact values, in few bits."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcompact as jc
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
+COARSE = jc.Policy(default=jc.Quantized(2))
 WIDTH, MANY, ROWS = 32, 128, 64
 PARAMS = {
     name: jax.random.normal(jax.random.key(i), shape) / shape[0] ** 0.5
@@ -125,3 +127,247 @@ def test_masks_are_one_bit_an_entry_and_what_they_are_of_is_as_ever():
 def test_a_rule_that_decides_nothing_is_replayed():
     smooth = ruled(over, lambda kept, g: (g * jnp.cos(kept[0]), None))
     assert not [name for name in actions_of(smooth) if "residual" in name]
+
+
+# --- what is kept of the forward pass ---
+
+
+def keeping(forward, backward, primal=None):
+    """``forward`` gives the result and what is kept."""
+    fun = jax.custom_vjp(primal or (lambda y: forward(y)[0]))
+    fun.defvjp(forward, backward)
+    return fun
+
+
+def tangents(forward, tangent):
+    fun = jax.custom_jvp(forward)
+    fun.defjvp(lambda y, t: (forward(*y), tangent(*y, *t)))
+    return fun
+
+
+def relu_and_mask(y):
+    return jnp.maximum(y, 0.0), y > 0.0
+
+
+def rounded_and_clipped(y):
+    q = jnp.round(y / 0.3)
+    return jnp.clip(q, -2, 2) * 0.3, ((jnp.abs(q) <= 2), jnp.clip(q, -2, 2))
+
+
+def largest(y):
+    return y.reshape(*y.shape[:-1], 8, 4).max(-1)
+
+
+def largest_and_place(y):
+    return largest(y), jnp.argmax(y.reshape(*y.shape[:-1], 8, 4), -1)
+
+
+def at_place(place, g):
+    return ((jax.nn.one_hot(place, 4) * g[..., None]).reshape(*g.shape[:-1], 32),)
+
+
+def leaky(y):
+    return jnp.where(y > 0.0, y, 0.1 * y)
+
+
+def pooled(y):
+    """By a rule that gives the places, by which something else is read."""
+    largest, place = pooling(y)
+    return largest * jnp.cos(place.astype(y.dtype))
+
+
+def sided(made_by):
+    def forward(y):
+        return 2 * y, y > 0.0
+
+    fun = made_by(forward)
+    if made_by is jax.custom_vjp:
+        fun.defvjp(lambda y: (forward(y), None), lambda _, ct: (2 * ct[0],))
+    else:
+        no_tangent = lambda t: np.zeros(t.shape, jax.dtypes.float0)  # noqa: E731
+        fun.defjvp(lambda y, t: (forward(*y), (2 * t[0], no_tangent(t[0]))))
+
+    def chosen(y):
+        twice, above = fun(y)
+        return jnp.where(above, twice, 3.0 * y)
+
+    return chosen
+
+
+def chain(y):
+    """Of rules: what the second keeps is of what the first made."""
+    return relu_and_slope(box(y) - 0.1)
+
+
+box = tangents(lambda y: y, lambda y, t: t * (jnp.abs(y) < 0.5).astype(t.dtype))
+relu_and_slope = keeping(
+    lambda y: (leaky(y), jnp.where(y > 0.0, 1.0, 0.1)), lambda slope, g: (slope * g,)
+)
+pooling = keeping(
+    lambda y: ((made := largest_and_place(y)), made[1]),
+    lambda place, ct: at_place(place, ct[0]),
+)
+KEPT = {
+    "a mask": keeping(relu_and_mask, lambda m, g: (jnp.where(m, g, 0.0),)),
+    "a mask as numbers": keeping(
+        lambda y: (y, (y > 0.3).astype(y.dtype)), lambda m, g: (m * g,)
+    ),
+    "a mask and whole numbers": keeping(
+        rounded_and_clipped, lambda kept, g: (jnp.where(kept[0], kept[1], 0.0) * g,)
+    ),
+    "a place": keeping(largest_and_place, at_place, largest),
+    "a sign": keeping(
+        lambda y: (y, jnp.sign(y)), lambda s, g: ((2.0 + s) * g,), lambda y: y
+    ),
+    "a slope of two": relu_and_slope,
+    "two tangents": tangents(leaky, lambda y, t: jnp.where(y > 0.0, t, 0.1 * t)),
+    "a tangent in a window": box,
+    "a tangent by a sign": tangents(jnp.abs, lambda y, t: jnp.sign(y) * t),
+    "one after the other": chain,
+    "in a jitted function": jax.jit(box),
+    "a place that is given": pooled,
+    "a mask that is given": sided(jax.custom_vjp),
+    "a mask that is given, by tangents": sided(jax.custom_jvp),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_of_the_forward_pass_decides(name):
+    """The function is linear but for that, and x is exact: so is the gradient."""
+    fun, w = KEPT[name], jax.random.normal(jax.random.key(1), (WIDTH, 32)) / WIDTH**0.5
+    weights = jax.random.normal(jax.random.key(2), jax.eval_shape(fun, X @ w).shape)
+
+    def gradient(wrap):
+        layer = wrap(lambda w, x: fun(x @ w))
+        return jax.grad(lambda w: jnp.sum(weights * layer(w, X)))(w)
+
+    exact = gradient(lambda layer: layer)
+    found = gradient(lambda f: jc.checkpoint(f, policy=COARSE, params=0))
+    assert exact.any()
+    assert jnp.abs(found - exact).max() <= 1e-5 * jnp.abs(exact).max()
+
+
+def residuals_of(rule, *args, policy=COARSE):
+    said = jc.explain(rule, *args, policy=policy, params=0)
+    return [row.action for row in said.rows if row.stored and "residual" in row.name]
+
+
+def test_what_is_kept_is_in_the_fewest_bits():
+    for name, action in {
+        "a mask": "BitMask()",
+        "a mask as numbers": "Narrow(limit=2, least=0)",
+        "a sign": "Narrow(limit=2, least=-1)",
+        "a place": "Narrow(limit=4)",
+        "a tangent in a window": "Narrow(limit=2, least=0)",
+    }.items():
+        rule = KEPT[name]
+        fun = lambda p, x: rule(jnp.sin(x @ p["up"])[:, :32])  # noqa: B023, E731
+        assert residuals_of(fun, PARAMS, X) == [action], name
+
+
+def test_what_is_exact_when_made_again_is_not_stored():
+    """What labels decide; and all where nothing is rounded."""
+
+    def kept(y, labels):
+        probabilities = jax.nn.softmax(y)
+        return probabilities[..., :1].sum(), (probabilities, labels > 0)
+
+    weighed = jax.custom_vjp(lambda y, labels: kept(y, labels)[0])
+    weighed.defvjp(
+        kept, lambda kept, g: (g * jnp.where(kept[1][:, None], kept[0], 0.0), None)
+    )
+    labels = jnp.arange(ROWS) % 3
+    fun = lambda p, x, labels: weighed(x @ p["up"], labels)  # noqa: E731
+    assert not residuals_of(fun, PARAMS, X, labels)
+    fun = layer(lambda y, at: KEPT["a mask"](y))
+    assert not residuals_of(fun, PARAMS, X, policy=jc.Policy(default=jc.Save()))
+
+
+# --- steps with a slope of their own ---
+
+
+def fast(v, k=25.0):
+    return 1.0 / (1.0 + k * jnp.abs(v)) ** 2
+
+
+def fires(v):
+    return (v > 0.0).astype(v.dtype)
+
+
+def surrogate(backward, forward=None):
+    fun = jax.custom_vjp(forward or fires)
+    fun.defvjp(lambda *args: (fun(*args), args), backward)
+    return fun
+
+
+@jax.custom_gradient
+def by_closure(v):
+    return jnp.heaviside(v, 0.0), lambda g: g * fast(v)
+
+
+above = surrogate(  # of a threshold that is learned
+    lambda kept, g: ((slope := g * fast(kept[0] - kept[1])), -slope.sum(0)),
+    lambda v, at: (v > at).astype(v.dtype),
+)
+SPIKES = {
+    "fast sigmoid": surrogate(lambda v, g: (g * fast(*v),)),
+    "divided": surrogate(lambda v, g: (-g / -((1.0 + 25.0 * jnp.abs(*v)) ** 2),)),
+    "its derivative is kept": keeping(
+        lambda v: (fires(v), fast(v)), lambda slope, g: (g * slope,)
+    ),
+    "by tangents": tangents(fires, lambda v, t: t * fast(v)),
+    "in a window": surrogate(
+        lambda v, g: (jnp.where(jnp.abs(*v) < 0.5, g * jnp.exp(-8.0 * v[0] ** 2), 0.0),)
+    ),
+    "by closure": by_closure,
+    "of examples": jax.vmap(by_closure),
+}
+
+
+def leaks(spike):
+    def fun(p, x):
+        def step(v, x):
+            v = 0.9 * v + x @ p["up"]
+            s = spike(v - 1.0)
+            return v - s, s
+
+        x = jnp.linspace(1.0, 1.5, 8)[:, None, None] * x
+        return jax.lax.scan(step, jnp.zeros((ROWS, MANY)), x)[1].mean(0) @ p["down"]
+
+    return fun
+
+
+STEPS = {
+    name: lambda p, x, spike=spike: spike(x @ p["up"]) @ p["down"]
+    for name, spike in SPIKES.items()
+} | {
+    "a threshold that is learned": lambda p, x: above(x @ p["up"], p["at"]) @ p["down"],
+    "in a loop": leaks(SPIKES["fast sigmoid"]),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_slopes_of_steps_are_near(name):
+    """Two tensors of 4 bits, 0.1 each: made again of what was rounded they are 1 to 3
+    off, by most where they are most."""
+
+    def gradient(fun):
+        return jax.jit(jax.grad(lambda p: jnp.sum(weights * fun(p, X))))(PARAMS)
+
+    fun, weights = STEPS[name], jax.random.normal(jax.random.key(3), X.shape)
+    found = gradient(jc.checkpoint(fun, policy=jc.policies.int4(), params=0))
+    for name, exact in gradient(fun).items():
+        off = jnp.linalg.norm(found[name] - exact)
+        assert off <= 0.25 * jnp.linalg.norm(exact), name
+
+
+def test_a_slope_is_stored_in_the_place_of_what_it_is_of():
+    said = jc.explain(
+        STEPS["fast sigmoid"], PARAMS, X, policy=jc.policies.int4(), params=0
+    )
+    stored = {row.name: row.action for row in said.rows if row.stored}
+    assert stored == {
+        "x": "Quantized(bits=4)",
+        "custom_vjp_call.0": "Narrow(limit=2, least=0)",
+        "custom_vjp_call.0.residual0": "Quantized(bits=4)",
+    }

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [pytest.param("int8", 0.02, marks=pytest.mark.slow), ("int4", 0.2)],
+)
 def test_gradients_are_near(name, policy, bound):
     fun, params, x = CASES[name]
     largest = max(errors(fun, params, x, getattr(jc.policies, policy)()))
