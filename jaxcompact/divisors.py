@@ -1,6 +1,7 @@
 """Which tensors others are divided by: near zero, a rounded one is no substitute."""
 
 from collections.abc import Collection, Mapping
+from itertools import product
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
@@ -42,7 +43,7 @@ class _Facts:
         positive: whose entries are zero or more.
         ones: value -> what is zero where it is one, of an exponential say.
         differences: value, made of squares -> the terms of the difference that is
-            squared, unless one is a mean or the like.
+            squared, unless one is a mean or the like, or it is part of a rotation.
     """
 
     def __init__(self, graph: Graph):
@@ -52,6 +53,8 @@ class _Facts:
         self.positive: set[int] = set()
         self.ones: dict[int, list[int]] = {}
         self.differences: dict[int, list[int]] = {}
+        adds = (op for op in graph.ops if op.kind == "add")
+        self.added = set().union(*map(self._multiplied, adds))
         for op in graph.ops:
             self._add(op)
 
@@ -68,12 +71,27 @@ class _Facts:
         elif self.ones and (op.kind == "neg" or layout):
             self.ones |= dict.fromkeys(op.outs, _union(self.ones, op.reads))
         if op.kind == "sub":
-            self.differences[op.outs[0]] = pair(op, self.graph, self.made_by)
+            # a c - b s, beside b c + a s: of no length where a and b are of none alone.
+            turned = not self.added.isdisjoint(self._multiplied(op))
+            terms = [] if turned else pair(op, self.graph, self.made_by)
+            self.differences[op.outs[0]] = terms
         elif self.differences and (
             squared or layout or (op.kind in _SQUARED and op.kind != "reduce_sum")
         ):
             terms = _union(self.differences, op.reads)
             self.differences |= dict.fromkeys(op.outs, terms)
+
+    def _multiplied(self, op: Op) -> set[frozenset[int]]:
+        """Of a sum of two products a factor of one with one of the other, each as large
+        as the sum."""
+        avals, made_by = self.graph.avals, self.made_by
+
+        def is_large(value: int) -> bool:
+            return avals[narrow(value, made_by)].size >= avals[op.outs[0]].size
+
+        makers = [made_by[v] for v in op.reads if v in made_by]
+        factors = [filter(is_large, o.reads) for o in makers if o.kind == "mul"]
+        return set(map(frozenset, product(*factors))) if len(factors) == 2 else set()
 
     def _positive_outputs(self, op: Op, layout: bool, squared: bool) -> list[int]:
         if op.kind in _POSITIVE or squared:

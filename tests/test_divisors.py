@@ -108,6 +108,33 @@ def test_matrices_of_solves_and_factorizations_are_divisors():
     assert [n for n, t in found.items() if t.divisor] == ["qr.0.0", "qr.0.1"]
 
 
+def normed(y):
+    return y / jnp.sqrt((y * y).mean(-1, keepdims=True) + 1e-6)
+
+
+def rotary(y, put):
+    """Each pair is turned by its place; put side by side or one after the other."""
+    first, second = jnp.split(y, 2, -1)
+    angle = jnp.arange(y.shape[0], dtype=y.dtype)[:, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return put([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        lambda a, b, c, s: [a * c - b * s, b * c - a * s],
+        lambda a, b, c, s: [a * c - b * s, jnp.sin(b) * c + a * s],
+    ],
+)
+def test_what_is_not_turned_may_vanish(unlike):
+    def use(w, x):
+        (first, second), factor = jnp.split(x @ w, 2, -1), jnp.arange(8.0)[:, None]
+        return normed(jnp.concatenate(unlike(first, second, factor, 2 * factor), -1))
+
+    assert candidates(use, W, X)["dot_general.0"].divisor
+
+
 @pytest.mark.parametrize(
     ("use", "shape"),
     [
@@ -121,6 +148,8 @@ def test_matrices_of_solves_and_factorizations_are_divisors():
             (8,),
         ),
         (lambda y: y / jnp.abs(y).max(-1, keepdims=True), (8,)),
+        (lambda y: normed(rotary(y, jnp.concatenate)), (8, 1)),
+        (lambda y: normed(rotary(y, jnp.stack).reshape(8, -1)), (8, 1)),
         (lambda y: jnp.arccosh(1 + (y * y).sum(-1)), (8,)),
     ],
 )

@@ -1047,6 +1047,20 @@ MUTATIONS = [
         "tests/test_rules.py::test_slopes_of_steps_are_near",
     ),
     Mutation(
+        "what is turned may vanish",
+        "jaxcompact/divisors.py",
+        "turned = not self.added.isdisjoint",
+        "turned = self.added is None and not self.added.isdisjoint",
+        "tests/test_divisors.py::test_norms_are_kept_and_not_what_is_normalized",
+    ),
+    Mutation(
+        "every difference beside a sum is part of a rotation",
+        "jaxcompact/divisors.py",
+        "factors = [filter(is_large, o.reads) for o in makers",
+        "factors = [(0,) for o in makers",
+        "tests/test_divisors.py::test_what_is_not_turned_may_vanish",
+    ),
+    Mutation(
         "a steep sigmoid is as others",
         "jaxcompact/exponents.py",
         "if op.kind in _STEEP:",
