@@ -76,6 +76,15 @@ def is_inexact(aval: Any) -> bool:
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
+def types_made(fun: Callable, *avals: Any) -> tuple[Any, Any]:
+    """The types of what a function makes, and its program.
+
+    Not `jax.eval_shape`'s, which jax refuses where a mesh is in part manual.
+    """
+    program, made = jax.make_jaxpr(fun, return_shape=True)(*avals)
+    return jax.tree.unflatten(jax.tree.structure(made), program.out_avals), program
+
+
 def zeros(aval: Any) -> jax.Array:
     """Of such a shape and dtype, in that memory, laid out so over the devices."""
     x = jnp.zeros_like(

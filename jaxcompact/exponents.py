@@ -144,16 +144,18 @@ def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
 
 
 def _written(value: int, made_by: Mapping[int, Op]) -> float:
-    """By what number that is written there it is multiplied."""
-    found = 1.0
+    """By what numbers that are written there it is multiplied, as far as these grow:
+    behind them may be one that makes it of size 1."""
+    found = largest = 1.0
     while (op := made_by.get(value)) and len(op.reads) == 1:
         by = [number(v) for v in op.ins if isinstance(v, Literal)]
         if op.kind in ("mul", "div") and by:
             found *= abs(by[0] or 1.0) ** (1 if op.kind == "mul" else -1)
+            largest = max(largest, found)
         elif not (op.kind in _SAME or renames(op)):
             break
         (value,) = op.reads
-    return found
+    return largest
 
 
 def _losses(graph: Graph, given: Set[int]) -> set[int]:

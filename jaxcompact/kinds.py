@@ -68,6 +68,15 @@ def expensive(op: Op) -> bool:
     return op.kind not in CHEAP
 
 
+def is_entered(op: Op) -> bool:
+    """Whether what it runs is checkpointed inside: a loop, a branch, what devices run
+    by themselves, if that is no attention kernel alone."""
+    if op.kind == "shard_map":
+        (body,) = map(graph_of, op.jaxprs)
+        return [o.kind for o in body.ops if expensive(o)] != ["custom_vjp_call"]
+    return op.kind in ("cond", "scan")
+
+
 def is_of_expensive(value: int, made_by: Mapping[int, Op]) -> bool:
     """Whether it is made by an expensive operation, or cheaply of what one makes."""
     return any(v in made_by and expensive(made_by[v]) for v in behind([value], made_by))

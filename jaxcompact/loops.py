@@ -24,7 +24,7 @@ def inputs_of_body(
     ``names``: the graph's inputs that are activations, no parameters; ``body``: with
     what is known of its inputs.
     """
-    state, outer = state_of(op), op.ins if op.kind == "scan" else op.ins[1:]
+    state, outer = state_of(op), op.ins[1:] if op.kind == "cond" else op.ins
     fixed = graph.independent_of(names)
     begins = [isinstance(v, int) and v not in fixed for v in outer]
     found = _new(body, begins, state)

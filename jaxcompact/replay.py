@@ -16,6 +16,7 @@ from jaxcompact.backward import Backward, Cut
 from jaxcompact.codecs import Codec
 from jaxcompact.forward import Forward
 from jaxcompact.graph import Graph, Op, graph_of, moving_values
+from jaxcompact.kinds import is_entered
 from jaxcompact.policy import (
     Action,
     ChoosesActions,
@@ -111,7 +112,7 @@ class Replay:
         if isinstance(residual, Residual) and isinstance(action, Codec):
             if on_host(self.recording.avals[residual]):
                 return tensor, Save(), "already on the host"
-            if residual.op.kind in ("scan", "cond"):
+            if is_entered(residual.op):
                 return tensor, Save(), "encoded inside if its policy says so"
         return tensor, action, reason
 

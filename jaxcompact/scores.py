@@ -16,11 +16,11 @@ from jaxcompact.graph import (
     scanned_inputs,
     state_of,
 )
-from jaxcompact.kinds import CHEAP
+from jaxcompact.kinds import CHEAP, is_entered
 
 _FEW = 256  # terms of scores that are made again (`Compress.terms`)
 _LARGE = 2  # times what is multiplied
-_RULES = frozenset("custom_vjp_call shard_map remat2 checkpoint".split())
+_RULES = frozenset("custom_vjp_call remat2 checkpoint".split())
 
 
 @dataclass
@@ -34,9 +34,9 @@ class Attention:
             (linear attention's); and the axis along which their tokens lie.
         tables: the same of products with a table of parameters, if of none of those.
         fused: the "operand"s and "result"s of operations that keep a softmax's
-            normalization for their backward pass (flash attention, any attention in a
-            `jax.shard_map`): there the errors of scores, values and result do not
-            cancel, as they do where softmax is made again.
+            normalization for their backward pass (flash attention): there the errors of
+            scores, values and result do not cancel, as they do where softmax is made
+            again.
     """
 
     scores: dict[int, int] = field(default_factory=dict)
@@ -128,15 +128,13 @@ def find_attention(
             for source in raised:
                 if source not in fixed:
                     add_products(source)
-        elif op.kind in _RULES or op.kind in ("scan", "cond"):
+        elif op.kind in _RULES or op.kind in ("scan", "cond", "shard_map"):
             inner = _scores_inside(op, fixed, known)
         elif "attention" in op.kind.lower():
             inner = {v: 1 if graph.avals[v].ndim == 4 else None for v in op.reads[:2]}
         for value, axis in (inner or {}).items():
             add(found.scores, value, axis)
-        if inner and (op.kind in _RULES or "attention" in op.kind.lower()):
-            if op.kind in ("remat2", "checkpoint"):
-                continue
+        if inner and _keeps_its_softmax(op):
             for source in sources(op):
                 for origin in origins(source, None):
                     found.fused.setdefault(origin, "operand")
@@ -144,6 +142,11 @@ def find_attention(
     for value in found.scores.keys() & found.tables.keys():
         del found.tables[value]
     return found
+
+
+def _keeps_its_softmax(op: Op) -> bool:
+    alone = op.kind == "shard_map" and not is_entered(op)
+    return alone or op.kind == "custom_vjp_call" or "attention" in op.kind.lower()
 
 
 def _scores_inside(op: Op, fixed: set[int], known: bool) -> dict[int, int | None]:

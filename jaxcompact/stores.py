@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.arrays import on_host
+from jaxcompact.arrays import on_host, types_made
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import graph_of
 from jaxcompact.kernels import choice
@@ -68,7 +68,7 @@ class Store:
         every = range(len(self.leaves))
         with _its_mesh(self.aval):
             kernel = type(self.codec) is Quantized and self.codec.quantizes(
-                jax.eval_shape(as_reals, self.aval)
+                types_made(as_reals, self.aval)[0]
             )
         return [min(every, key=lambda i: self.leaves[i].size)] if kernel else every
 
@@ -125,10 +125,9 @@ def _decode(codec: Codec, encoded: Any) -> jax.Array:
 
 @functools.lru_cache(1024)
 def _stored(codec: Codec, aval: Any) -> tuple[Any, bool]:
-    """The shapes and dtypes of what is stored, and whether the seed is read."""
+    """The types of what is stored, and whether the seed is read."""
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    trace = jax.make_jaxpr(partial(_encoded, codec), return_shape=True)
-    program, stored = trace(aval, seed)
+    stored, program = types_made(partial(_encoded, codec), aval, seed)
     graph = graph_of(program)
     return stored, any(graph.inputs[1] in op.reads for op in graph.ops)
 

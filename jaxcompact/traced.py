@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from jaxcompact.arrays import barrier, is_inexact, jitted, renewed, zeros
+from jaxcompact.arrays import barrier, is_inexact, jitted, renewed, types_made, zeros
 from jaxcompact.codecs import Quantized
 from jaxcompact.forward import held
 from jaxcompact.graph import Graph, Op, graph_of, joined, read
+from jaxcompact.kinds import is_entered
 from jaxcompact.loops import inputs_of_body, known_inside
 from jaxcompact.norms import Norm
 from jaxcompact.outputs import Outputs, even, undifferentiable
@@ -123,7 +124,7 @@ class Traced:
 
     def bind(self, op: Op, values: Sequence[Any]) -> list[Any]:
         """What an operation makes; bodies of loops and branches are checkpointed."""
-        if op.kind not in ("scan", "cond"):
+        if not is_entered(op):
             return op.bind(*values)
         if op not in self.bodies:
             jaxprs = enumerate(op.jaxprs)
@@ -132,6 +133,8 @@ class Traced:
         if op.kind == "cond":
             return _switch(bodies, list(values))
         (body,) = bodies
+        if op.kind == "shard_map":
+            return _on_each_device(op, body, values)
         avals = [body.graph.avals[v] for v in body.graph.inputs]
         jaxpr = jax.make_jaxpr(lambda *inputs: run(body, list(inputs)))(*avals)
         return op.bind(*values, jaxpr=jaxpr)
@@ -236,7 +239,8 @@ class Plan:
 
     def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
-        return jax.tree.map(zeros, jax.eval_shape(self.forward, *inputs)[1])
+        (_, stored), _ = types_made(self.forward, *inputs)
+        return jax.tree.map(zeros, stored)
 
     def kept(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs that the backward pass takes as they are."""
@@ -396,6 +400,19 @@ _switch = differentiable(
     _reached_by_one,
     lambda branches: branches[0].label,
 )
+
+
+def _on_each_device(op: Op, body: Traced, values: Sequence[Any]) -> list[Any]:
+    params = op.eqn.params
+    mapped = jax.shard_map(
+        lambda *inputs: tuple(run(body, list(inputs))),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*values))
 
 
 def _guard(label: str) -> Callable:

@@ -91,7 +91,7 @@ def modulated(p, x):
 
 def steep(function):
     """Of a sigmoid that a number makes steep; at 1 and 2 it would be as any other."""
-    return lambda p, x: jnp.mean((function(x @ p["a"]) @ p["b"] - x[:, :16]) ** 2)
+    return lambda p, x: jnp.mean(function(x @ p["a"] @ p["b"] / 12) @ p["b"].T)
 
 
 LOSSES = {
@@ -116,7 +116,6 @@ LOSSES = {
     "modulated": modulated,
     "a soft threshold": steep(lambda h: h * jax.nn.sigmoid(20 * (h - 0.5))),
     "at a temperature": steep(lambda h: jnp.tanh(-h / 0.1)),
-    "a sharp softplus": steep(lambda h: jax.nn.softplus(100 * h) / 100),
 }
 
 
@@ -142,6 +141,27 @@ def test_gradients_are_near(name, bits):
     policy = {4: jc.policies.int4(), 3: jc.policies.int3()}[bits]
     bound = {4: 0.25, 3: 0.4}[bits] * (2 if name == "a deep kernel" else 1)
     assert errors(LOSSES[name], policy) < bound
+
+
+@pytest.mark.parametrize(
+    ("function", "bits"),
+    [
+        (lambda h: jax.nn.softplus(100 * h) / 100, 8),
+        (lambda h: jax.nn.softplus(2 * h), 4),
+        (lambda h: jax.nn.sigmoid((h - 0.5) / 0.1), 8),
+        (lambda h: h * jax.nn.sigmoid(1.702 * h), 4),
+        (lambda h: jax.lax.erf(-8 * h), 8),
+        (lambda h: 30 * jnp.tanh(h / 30), 4),
+        (jax.nn.gelu, 4),
+        (jax.nn.silu, 4),
+        (lambda h: jax.nn.log_sigmoid(h), 4),
+    ],
+)
+def test_what_a_number_makes_steep_has_8_bits(function, bits):
+    policy = jc.policies.int4()
+    said = jc.explain(steep(function), PARAMS, X, policy=policy, params=0)
+    (product,) = (row for row in said.rows if row.name == "dot_general.1")
+    assert product.action.startswith(f"Quantized(bits={bits}")
 
 
 def straight_through(h):

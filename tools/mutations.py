@@ -443,7 +443,7 @@ MUTATIONS = [
     Mutation(
         "attention in a loop is not looked for",
         "jaxcompact/scores.py",
-        'op.kind in _RULES or op.kind in ("scan", "cond")',
+        'op.kind in _RULES or op.kind in ("scan", "cond", "shard_map")',
         "op.kind in _RULES",
         "tests/test_steep.py::test_gradients_are_near",
     ),
@@ -1072,7 +1072,23 @@ MUTATIONS = [
         "jaxcompact/exponents.py",
         "return op.reads if any(steep) else ()",
         "return ()",
-        "tests/test_exponents.py::test_gradients_are_near",
+        "tests/test_exponents.py::test_what_a_number_makes_steep_has_8_bits",
+    ),
+    Mutation(
+        "what devices run by themselves is one block",
+        "jaxcompact/traced.py",
+        "if not is_entered(op):",
+        'if op.kind == "shard_map" or not is_entered(op):',
+        "tests/checkpoint/test_devices.py::"
+        "test_what_devices_run_by_themselves_is_stored_as_elsewhere",
+    ),
+    Mutation(
+        "an attention kernel of each device's heads is checkpointed inside",
+        "jaxcompact/kinds.py",
+        'return [o.kind for o in body.ops if expensive(o)] != ["custom_vjp_call"]',
+        "return True",
+        "tests/test_scores.py::"
+        "test_fused_attention_is_told_from_one_that_makes_its_softmax_again",
     ),
     Mutation(
         "what a rule is made again of decides, not the mask",

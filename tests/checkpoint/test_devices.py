@@ -105,6 +105,65 @@ def test_with_shard_map(inside, name, policy):
         assert relative(got, exact) < (0.04 if policy == LOSSY else ULPS)
 
 
+def attention(w, x):
+    q, k, v = (x @ w[i] for i in range(3))
+    return jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, k) / 4) @ v
+
+
+def gated(w, x):
+    return x + jax.lax.cond(
+        w.sum() < 1e9, lambda: jax.nn.relu(x @ w[1]), lambda: jnp.sin(x @ w[0])
+    )
+
+
+def rounds(w, x):
+    return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)[0]
+
+
+BOTH, ONE = {"data", "tensor"}, {"data"}
+
+
+@pytest.mark.parametrize(
+    ("fun", "axis_type", "axes", "check"),
+    [
+        (attention, AxisType.Auto, BOTH, True),
+        (attention, AxisType.Explicit, ONE, False),
+        (gated, AxisType.Auto, ONE, True),
+        (rounds, AxisType.Explicit, BOTH, True),
+        (rounds, AxisType.Auto, ONE, False),
+    ],
+)
+def test_what_devices_run_by_themselves_is_stored_as_elsewhere(
+    fun, axis_type, axes, check
+):
+    """Whether they do inside what is checkpointed, or it is inside of that; over all
+    axes or some. Groups are of a row, or of a device's tokens."""
+    w, x = normal(1, 4, 64, 64, scale=0.125), normal(2, 8, 16, 64)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(axis_type,) * 2)
+    policy, data = jc.policies.int4(), PartitionSpec("data")
+
+    def mapped(fun):
+        specs = {"in_specs": (PartitionSpec(), data), "out_specs": data}
+        return jax.shard_map(fun, axis_names=axes, check_vma=check, **specs)
+
+    def small(fun):
+        return jc.checkpoint(fun, policy=policy, params=0)
+
+    def gradient(fun):
+        return jax.jit(jax.grad(weighted(fun), argnums=(0, 1)))(w, x)
+
+    one, exact = gradient(small(fun)), gradient(fun)
+    assert relative(one, exact) < 0.2
+    with jax.set_mesh(mesh):
+        w = jax.device_put(w, NamedSharding(mesh, PartitionSpec()))
+        x = jax.device_put(x, NamedSharding(mesh, data))
+        for got in map(gradient, (small(mapped(fun)), mapped(small(fun)))):
+            assert relative(jax.device_get(got), one) < ULPS
+        said = jc.explain(mapped(fun), w, x, policy=policy, params=0)
+    of_one = jc.explain(fun, w, x, policy=policy, params=0)
+    assert said.stored <= of_one.stored
+
+
 # --- explicit sharding ---
 
 GACT = jc.policies.uniform(jc.Quantized(8, 256, symmetric=False, stochastic=True))
