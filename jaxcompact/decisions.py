@@ -149,10 +149,10 @@ def _decides_inside(body: Graph) -> bool:
     )
 
 
-def steps(graph: Graph) -> set[int]:
-    """What is chosen among constants, as numbers of a mask, and that times a scale of
-    less entries."""
-    fixed, found = graph.independent_of(graph.inputs), set()
+def steps(graph: Graph, whole: Collection[int] = ()) -> set[int]:
+    """What is chosen among constants, as numbers of a mask, or is ``whole``, and that
+    times a scale of less entries."""
+    fixed, found = graph.independent_of(graph.inputs), {*whole}
     nan = of_no_number(graph)
     for op in graph.ops:
         chosen = op.kind == "select_n"

@@ -29,7 +29,7 @@ _SAME = ADDITIONS | {"convert_element_type", "neg"}
 _FAST = 2  # radians of a sine for one of what it is made of
 # Times a sigmoid's operand is multiplied, above which 4 bits of that are too few. A
 # softplus bends there alone.
-_STEEP = {"erf": 2.0, "logistic": 4.0, "tanh": 2.0, "softplus": 16.0}
+_STEEP = {"atan": 2.0, "erf": 2.0, "logistic": 4.0, "tanh": 2.0, "softplus": 16.0}
 
 
 def find_exponents(
@@ -38,8 +38,10 @@ def find_exponents(
     fixed: Collection[int],
     candidates: Collection[int],
     moving: Collection[int] = (),
+    steep: bool = True,
 ) -> set[int]:
-    """Those of the ``candidates`` that exponentials are cheaply made of.
+    """Those of the ``candidates`` that exponentials are cheaply made of, and ``steep``
+    sigmoids.
 
     Not of softplus and the like, whose derivative is 1 where the exponential is large,
     but where a sum of them is a loss. ``given``: what outputs are made of; ``moving``:
@@ -47,10 +49,10 @@ def find_exponents(
     """
     made_by = {value: op for op in graph.ops for value in op.outs}
     losses = _losses(graph, given)
-    sigmoids = _of_sigmoids(graph) - losses
+    sigmoids = _of_sigmoids(graph, made_by if steep else {}) - losses
     ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
     learned = {v for v in moving if v in fixed}
-    todo = [v for op in ops for v in _read_by(op, losses, made_by, learned)]
+    todo = [v for op in ops for v in _read_by(op, losses, made_by, learned, steep)]
     seen: set[int] = set()
     while todo:
         value = todo.pop()
@@ -64,13 +66,13 @@ def find_exponents(
 
 
 def exponents_of(
-    op: Op, made_by: Mapping[int, Op], learned: Set[int]
+    op: Op, made_by: Mapping[int, Op], learned: Set[int], steep: bool = True
 ) -> Collection[int]:
-    """What an operation takes an exponential of, or a sine that may turn fast, or
-    rounds in steps that are ``learned``."""
+    """What an operation takes an exponential of, or a sine that may turn fast, or a
+    ``steep`` sigmoid, or rounds in steps that are ``learned``."""
     if op.kind in ("sin", "cos"):
         return [v for v in op.reads if _is_fast(v, made_by)]
-    if op.kind in _STEEP:
+    if op.kind in _STEEP and steep:
         return [v for v in op.reads if _written(v, made_by) > _STEEP[op.kind]]
     call = op.kind in ("custom_jvp_call", "custom_vjp_call")
     raised = op.kind in EXPONENTIALS or op.kind == "custom_jvp_call"
@@ -81,19 +83,21 @@ def exponents_of(
 
 
 def _read_by(
-    op: Op, losses: Set[int], made_by: Mapping[int, Op], learned: Set[int]
+    op: Op, losses: Set[int], made_by: Mapping[int, Op], learned: Set[int], steep: bool
 ) -> Collection[int]:
     """By it, or by exponentials inside it."""
     if op.kind == "custom_jvp_call" and losses.isdisjoint(op.outs):
         if is_any(op, ("log1p",)):
-            steep = (_written(v, made_by) > _STEEP["softplus"] for v in op.reads)
-            return op.reads if any(steep) else ()
-    if exponents := exponents_of(op, made_by, learned):
+            sharp = (_written(v, made_by) > _STEEP["softplus"] for v in op.reads)
+            return op.reads if steep and any(sharp) else ()
+    if exponents := exponents_of(op, made_by, learned, steep):
         return exponents
     found = set()
     for body, first in bodies(op):
         given = given_by(body, {*range(len(body.avals))})
-        inside = find_exponents(body, given, body.constants.keys(), body.inputs)
+        inside = find_exponents(
+            body, given, body.constants.keys(), body.inputs, steep=steep
+        )
         outer = zip(op.ins[first:], body.inputs, strict=True)
         found |= {v for v, inner in outer if inner in inside and isinstance(v, int)}
     return found
@@ -111,15 +115,24 @@ def _in_steps(op: Op, learned: Set[int], made_by: Mapping[int, Op]) -> bool:
     return False
 
 
-def _of_sigmoids(graph: Graph) -> set[int]:
-    """Exponentials that one is added to alone: of a sigmoid, or a softplus."""
+def _of_sigmoids(graph: Graph, made_by: Mapping[int, Op]) -> set[int]:
+    """Exponentials that one is added to alone: of a sigmoid, or a softplus.
+
+    But for those that a number makes steep, as far as it is known what is ``made_by``
+    what.
+    """
     others: set[int] = {v for v in graph.outputs if isinstance(v, int)}
     for op in graph.ops:
         one = any(isinstance(v, Literal) and v.val == 1 for v in op.ins)
         if op.kind != "log1p" and not (op.kind == "add" and one):
             others.update(op.reads)
-    made = {v for op in graph.ops if op.kind in EXPONENTIALS for v in op.outs}
-    return made - others
+    exponentials = (op for op in graph.ops if op.kind in EXPONENTIALS)
+    return {
+        value
+        for op in exponentials
+        for value in {*op.outs} - others
+        if all(_written(v, made_by) <= _STEEP["logistic"] for v in op.reads)
+    }
 
 
 def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:

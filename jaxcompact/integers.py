@@ -43,6 +43,11 @@ def find_integers(graph: Graph) -> dict[int, tuple[int, int]]:
     }
 
 
+def find_whole(graph: Graph) -> set[int]:
+    """Values that are whole numbers, of whatever range."""
+    return _find(graph, [_ANY] * len(graph.inputs), set())[1]
+
+
 def within_bounds(
     value: int, readers: Mapping[int, Sequence[Op]], integers: Collection[int]
 ) -> int:

@@ -161,8 +161,13 @@ class Recording:
         def kept(*values):
             return jax.tree.leaves(self.differentiate(op, [*values])[1])
 
-        decoded = [isinstance(v, int) and v in self.tensors.data for v in op.ins]
+        decoded = [isinstance(v, int) and self._may_be_rounded(v) for v in op.ins]
         return outs, backward if keeps_decisions(kept, values, decoded) else None
+
+    def _may_be_rounded(self, value: int) -> bool:
+        tensor = self.tensors.found.get(value)
+        whole = tensor is not None and (tensor.divisor or tensor.discrete)
+        return value in self.tensors.data and not whole
 
     def _slope(self, value: int, env: dict[int, Any]) -> jax.Array:
         function = self.tensors.functions[value]

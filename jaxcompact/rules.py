@@ -5,14 +5,14 @@ them. What it decides there is kept, and what its backward rule decides by what 
 is decided in the forward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.decisions import decided, steps
-from jaxcompact.graph import graph_of, read
+from jaxcompact.graph import Graph, graph_of, read
 from jaxcompact.integers import find_integers
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
@@ -29,11 +29,25 @@ def keeps_decisions(
     graph = graph_of(closed)
     pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
     moving = [v for v, d in pairs if d and is_inexact(graph.avals[v])]
-    same = graph.independent_of(moving) | {*graph.inputs}
-    made = {v for v in graph.outputs if isinstance(v, int)} - same
+    same = graph.independent_of(moving)
+    made = {v for v in graph.outputs if isinstance(v, int)} - same - {*graph.inputs}
+    made -= _guards(graph, same)
     if all(is_inexact(graph.avals[v]) for v in made):
         made &= find_integers(graph).keys() | steps(graph)
     return bool(made)
+
+
+def _guards(graph: Graph, same: Collection[int]) -> set[int]:
+    """Whether a number is a known one, as zero: a decoded one may be that as well, and
+    what is made again of it then fits."""
+    found: set[int] = set()
+    for op in graph.ops:
+        new = [v for v in op.reads if v not in same]
+        if op.kind in ("eq", "is_finite", "ne") and len(new) == 1:
+            found.update(op.outs)
+        elif new and found.issuperset(new):
+            found.update(op.outs)
+    return found
 
 
 def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:

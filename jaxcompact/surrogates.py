@@ -14,18 +14,19 @@ from jax.extend.core import Literal
 from jaxcompact.arrays import is_inexact, zeros
 from jaxcompact.decisions import steps
 from jaxcompact.graph import Graph, Op, Value, graph_of, number, read
-from jaxcompact.integers import find_integers
+from jaxcompact.integers import find_whole
 from jaxcompact.kinds import ELEMENTWISE
 
 
 def is_step(op: Op) -> bool:
-    """Whether a function with a rule gives whole numbers, or one of some constants."""
+    """Whether a function with a rule gives whole numbers, or one of some constants, or
+    these times a scale."""
 
-    def stepped(body: Graph) -> bool:
-        known = find_integers(body).keys() | steps(body)
-        return all(isinstance(v, int) and v in known for v in body.outputs)
+    def gives_steps(body: Graph) -> bool:
+        found = steps(body, find_whole(body))
+        return any(isinstance(v, int) and v in found for v in body.outputs)
 
-    return all(map(stepped, map(graph_of, op.jaxprs)))
+    return any(map(gives_steps, map(graph_of, op.jaxprs)))
 
 
 def slopes_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
@@ -58,9 +59,9 @@ def slopes_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
             later.append(op)
             needed.update(op.reads)
     places = [v for v in slopes if v in needed and v not in given]
-    if _smooth(graph, residuals).isdisjoint(places):
-        return None
     others = [v for v in known if v in needed]
+    if _smooth(graph, residuals).isdisjoint({*places, *others}.difference(residuals)):
+        return None
 
     def run(slopes, values, cts):
         env = dict(zip([*given, *others], [*cts, *values], strict=True))

@@ -104,8 +104,10 @@ class Tensors:
 
         self.integers = find_integers(graph)
         given = given_by(graph, moving)
-        exponents = find_exponents(graph, given, self.fixed, self.data, moving)
-        self.tables = find_tables(graph, exponents, self.fixed, known)
+        of = graph, given, self.fixed, self.data, moving
+        exponents = find_exponents(*of)
+        softmaxes = find_exponents(*of, steep=False) if exponents else set()
+        self.tables = find_tables(graph, softmaxes, self.fixed, known)
         self.solving = {op for op in graph.ops if solves_for_state(op, self.fixed)}
         for value, name in inputs.items():
             self._add(value, name=name, kind="input")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.planner.problem import problem_of
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
@@ -337,12 +338,45 @@ def leaks(spike):
     return fun
 
 
-STEPS = {
-    name: lambda p, x, spike=spike: spike(x @ p["up"]) @ p["down"]
-    for name, spike in SPIKES.items()
-} | {
+def layer_of(step):
+    return lambda p, x: step(x @ p["up"]) @ p["down"]
+
+
+def fused_cell(p, x):
+    """One rule for the spike and the membrane, which is reset by it."""
+
+    def cell(v, i):
+        v = 0.9 * v + i
+        s = fires(v - 1.0)
+        return v - s, s
+
+    def backward(kept, cts):
+        g = cts[0] + (cts[1] - cts[0]) * fast(0.9 * kept[0] + kept[1] - 1.0)
+        return 0.9 * g, g
+
+    run = jax.custom_vjp(cell)
+    run.defvjp(lambda *args: (cell(*args), args), backward)
+    x = jnp.linspace(1.0, 1.5, 8)[:, None, None] * x
+    step = lambda v, x: run(v, x @ p["up"])  # noqa: E731
+    return jax.lax.scan(step, jnp.zeros((ROWS, MANY)), x)[1].mean(0) @ p["down"]
+
+
+def levels(v):
+    return jnp.clip(jnp.round(4.0 * v), -8.0, 7.0) / 4.0
+
+
+STEPS = {name: layer_of(spike) for name, spike in SPIKES.items()} | {
     "a threshold that is learned": lambda p, x: above(x @ p["up"], p["at"]) @ p["down"],
     "in a loop": leaks(SPIKES["fast sigmoid"]),
+    "beside what it resets": fused_cell,
+    "levels": layer_of(
+        surrogate(lambda v, g: (g * (1 + jnp.cos(25.0 * v[0])),), levels)
+    ),
+    "any number of levels": layer_of(
+        surrogate(
+            lambda v, g: (g * jnp.cos(12.0 * v[0]),), lambda v: jnp.floor(2.0 * v) / 2.0
+        )
+    ),
 }
 
 
@@ -359,6 +393,33 @@ def test_slopes_of_steps_are_near(name):
     for name, exact in gradient(fun).items():
         off = jnp.linalg.norm(found[name] - exact)
         assert off <= 0.25 * jnp.linalg.norm(exact), name
+
+
+def test_a_plan_makes_no_slope_again_of_what_is_rounded():
+    fun, card = layer_of(SPIKES["fast sigmoid"]), jc.memory.devices()["h200"]
+
+    def make_gradient(policy):
+        wrapped = jc.checkpoint(fun, policy=policy, params=0)
+        return jax.grad(lambda p, x: jnp.mean(wrapped(p, x) ** 2)), (PARAMS, X)
+
+    codecs = [jc.Quantized(4)]
+    _, asked = problem_of(make_gradient, card, 2.0, None, codecs)
+    (slope,) = (
+        i for i in asked.items if i.tensor.name == "custom_vjp_call.0.residual0"
+    )
+    assert slope.source in asked.own
+
+
+def test_guards_against_zero_are_no_decisions():
+    """They fit what is made again; what is kept beside them need not be stored."""
+    rule = tangents(jnp.sin, lambda y, t: jnp.where(y == 0.0, t, t * jnp.cos(y)))
+    fun = layer_of(rule)
+    assert not residuals_of(fun, PARAMS, X, policy=jc.policies.int4())
+
+
+def test_of_what_is_whole_nothing_is_kept():
+    fun = layer_of(jax.scipy.special.i1)
+    assert not residuals_of(fun, PARAMS, X, policy=jc.policies.int4())
 
 
 def test_a_slope_is_stored_in_the_place_of_what_it_is_of():

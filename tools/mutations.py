@@ -1000,8 +1000,8 @@ MUTATIONS = [
     Mutation(
         "what labels decide is stored",
         "jaxcompact/rules.py",
-        "same = graph.independent_of(moving) | {*graph.inputs}",
-        "same = {*graph.inputs}",
+        "same = graph.independent_of(moving)",
+        "same = set()",
         "tests/test_rules.py::test_what_is_exact_when_made_again_is_not_stored",
     ),
     Mutation(
@@ -1024,6 +1024,27 @@ MUTATIONS = [
         "if ruled and is_inexact(aval):",
         "if ruled:",
         "tests/test_rules.py::test_what_is_kept_of_the_forward_pass_decides",
+    ),
+    Mutation(
+        "guards against zero are decisions",
+        "jaxcompact/rules.py",
+        "made -= _guards(graph, same)",
+        "made -= set()",
+        "tests/test_rules.py::test_guards_against_zero_are_no_decisions",
+    ),
+    Mutation(
+        "what a rule keeps of what is whole is stored",
+        "jaxcompact/recording.py",
+        "return value in self.tensors.data and not whole",
+        "return value in self.tensors.data",
+        "tests/test_rules.py::test_of_what_is_whole_nothing_is_kept",
+    ),
+    Mutation(
+        "a plan makes slopes again of what is rounded",
+        "jaxcompact/planner/problem.py",
+        "or _of_rule(i.source, replay)",
+        "or False",
+        "tests/test_rules.py::test_a_plan_makes_no_slope_again_of_what_is_rounded",
     ),
     Mutation(
         "the slope of a step is made again",

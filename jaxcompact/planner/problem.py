@@ -94,8 +94,8 @@ class Problem:
             is made of. A softmax of other scores than it was normalized for is none.
         parents: item -> the items that it is made of, without others between.
         own: items that are not to be made again of anything rounded: divisors, which
-            could become zero, differences of what is near, and what exponentials are
-            taken of, if what rounding does to them was not measured.
+            could become zero, differences of what is near, slopes of steps, and what
+            exponentials are taken of, if what rounding does to them was not measured.
         actions: what is done with all other tensors, by name.
         stages: of the backward pass.
         noise: of those of these that are encoded, in the bodies of loops.
@@ -246,11 +246,17 @@ def problem(
             if i.tensor.divisor
             or i.tensor.near
             or ((i.tensor.exponent or i.tensor.enlarged) and found is None)
+            or _of_rule(i.source, replay)
         ),
         actions,
         stages,
         inside,
     )
+
+
+def _of_rule(source: Source, replay: Replay) -> bool:
+    """Whether a rule that decides keeps it, as the slope of a step."""
+    return isinstance(source, Residual) and source.op in replay.recording.cheap
 
 
 def _normed(
