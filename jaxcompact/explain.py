@@ -14,6 +14,8 @@ from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
 from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan
 
+_OF_BODIES = "cond.", "scan.", "shard_map."
+
 
 @dataclass(frozen=True)
 class Row:
@@ -184,7 +186,7 @@ class _Exactly:
 
 def _is_of_loop(row: Row) -> bool:
     """Its residuals are codes already, where its body encodes."""
-    return row.kind == "residual" and row.name.startswith(("scan.", "cond."))
+    return row.kind == "residual" and row.name.startswith(_OF_BODIES)
 
 
 def _rows(plan: Plan) -> list[Row]:

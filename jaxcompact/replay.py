@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward, Cut
-from jaxcompact.codecs import Codec
+from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.forward import Forward
 from jaxcompact.graph import Graph, Op, graph_of, moving_values
 from jaxcompact.kinds import is_entered
@@ -87,6 +87,8 @@ class Replay:
         self.moving = moving_values(replace(graph, outputs=outputs), perturbed)
         self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
+        if not hasattr(policy, "probe"):
+            self._store_steps()
         self.slopes = {
             v
             for v, (_, action, _) in self.chosen.items()
@@ -99,6 +101,16 @@ class Replay:
                 value = self.recording.links.get(source, source)
             self.chosen[value] = self._decide(tensor, value, source)
         self._trace_backward()
+
+    def _store_steps(self) -> None:
+        """What relu gives, where nothing else is read of what it is given: those above
+        zero are then not rounded beside those below, which may be larger."""
+        for step, value in self.tensors.instead.items():
+            tensor, action, reason = self.chosen[step]
+            _, codec, _ = self.chosen[value]
+            alone = isinstance(action, Derivative) and action.value is None
+            if alone and type(codec) is Quantized:
+                self.chosen[step] = tensor, replace(action, value=codec), reason
 
     def _decide(
         self, tensor: Tensor, value: Source, residual: Source | None = None

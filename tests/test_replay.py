@@ -167,6 +167,42 @@ def test_residuals_that_are_no_numbers_stay_exact():
     }
 
 
+def sparse(w, x):
+    """Two in a hundred are above zero, and small beside those below."""
+    return jax.nn.relu(x @ w - 2.0) @ w.T
+
+
+def test_of_what_relu_alone_reads_its_result_is_stored():
+    """By itself 4 bits round that by 4 %; of its operand, whose size is -2, by 20 %."""
+    w, x = normal(1, 64, 256) / 8, normal(2, 128, 64)
+
+    def gradient(fun):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(fun(w, x))))(w)
+
+    small, exact = checkpointed(sparse, uniform(Q4)), gradient(sparse)
+    off = jnp.linalg.norm(gradient(small) - exact) / jnp.linalg.norm(exact)
+    assert off < 0.08
+    rule = {"dot_general.0": Q8}  # is as many bits for what stands for it
+    said = jc.explain(sparse, w, x, policy=jc.Policy(rule, default=Q4), params=0)
+    stored = {row.name: row.action for row in said.rows if row.stored}
+    assert stored["relu.0"] == "Quantized(bits=8), BitMask()"
+    assert "dot_general.0" not in stored
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.sin(y := x @ w) + jax.nn.relu(y),
+        lambda w, x: jnp.square(jax.nn.relu((x @ w) * jnp.cos(x @ w.T))),
+    ],
+)
+def test_what_others_read_as_well_is_stored_itself(fun):
+    said = jc.explain(fun, normal(1, 64, 64), X[:, :64], policy=uniform(Q4), params=0)
+    stored = {row.name: row.action for row in said.rows if row.stored}
+    assert stored["dot_general.0"] == "Quantized(bits=4)"
+    assert stored["relu.0"] == "BitMask()"
+
+
 # --- what is run again ---
 
 

@@ -1026,6 +1026,20 @@ MUTATIONS = [
         "tests/test_rules.py::test_what_is_kept_of_the_forward_pass_decides",
     ),
     Mutation(
+        "the operand of relu is stored, whose size may be below zero",
+        "jaxcompact/replay.py",
+        "if alone and type(codec) is Quantized:",
+        "if False:",
+        "tests/test_replay.py::test_of_what_relu_alone_reads_its_result_is_stored",
+    ),
+    Mutation(
+        "relu's result stands for what others read",
+        "jaxcompact/tensors.py",
+        "while len(self.readers[value]) == 1:",
+        "while True:",
+        "tests/test_replay.py::test_what_others_read_as_well_is_stored_itself",
+    ),
+    Mutation(
         "guards against zero are decisions",
         "jaxcompact/rules.py",
         "made -= _guards(graph, same)",
@@ -1091,7 +1105,7 @@ MUTATIONS = [
     Mutation(
         "a steep softplus is as others",
         "jaxcompact/exponents.py",
-        "return op.reads if any(steep) else ()",
+        "return op.reads if steep and any(sharp) else ()",
         "return ()",
         "tests/test_exponents.py::test_what_a_number_makes_steep_has_8_bits",
     ),

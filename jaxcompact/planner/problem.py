@@ -206,6 +206,8 @@ def problem(
     several = _of_several(replay)
     for source, (tensor, action, _) in replay.chosen.items():
         item = None
+        if source in replay.tensors.instead:  # stored as that, if that is encoded
+            action = replace(action, value=None)
         if tensor.kind != "function" or source in several:
             item = _item(source, tensor, action, replay, base, codecs, card, found)
         if item is None:
