@@ -161,11 +161,8 @@ def steps(graph: Graph, whole: Collection[int] = ()) -> set[int]:
         if not (chosen or op.kind in _SCALES or op.kind in LAYOUT):
             continue
         size = graph.avals[op.outs[0]].size
-        ins = (
-            op.ins[1:2]
-            if chosen and not nan.isdisjoint(op.reads[:1])
-            else op.ins[chosen:]
-        )
+        of_nan = chosen and not nan.isdisjoint(op.reads[:1])
+        ins = op.ins[1:2] if of_nan else op.ins[chosen:]
         moving = [v for v in ins if isinstance(v, int) and v not in fixed]
         if chosen and found.issuperset(moving):
             found.update(op.outs)
