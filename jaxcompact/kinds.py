@@ -53,6 +53,10 @@ BLOCKS = LINEAR_ALGEBRA | frozenset(
     """custom_vjp_call custom_jvp_call scan while cond remat2 checkpoint
     shard_map""".split()
 )
+_DECIDES = frozenset(
+    """abs ceil clamp custom_jvp_call custom_vjp_call floor max min reduce_max
+    reduce_min round select_n sign""".split()
+)
 _ALIAS = frozenset(
     """name reshape transpose squeeze expand_dims copy copy_p
     optimization_barrier""".split()
@@ -68,9 +72,19 @@ def expensive(op: Op) -> bool:
     return op.kind not in CHEAP
 
 
+def is_block(op: Op) -> bool:
+    """Whether it is differentiated as a whole, from what it keeps for itself: what it
+    decides if it is cheap to run again."""
+    decides = op.kind in ("checkpoint", "cond", "remat2") and is_any(op, _DECIDES)
+    return op.kind in BLOCKS and (decides or expensive(op))
+
+
 def is_entered(op: Op) -> bool:
     """Whether what it runs is checkpointed inside: a loop, a branch, what devices run
-    by themselves, if that is no attention kernel alone."""
+    by themselves, if that is no attention kernel alone. What a `jax.checkpoint` runs
+    again is, unless that is cheap."""
+    if op.kind in ("checkpoint", "remat2"):
+        return not expensive(op)
     if op.kind == "shard_map":
         (body,) = map(graph_of, op.jaxprs)
         return [o.kind for o in body.ops if expensive(o)] != ["custom_vjp_call"]

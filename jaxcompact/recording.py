@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from jaxcompact.arrays import renewed
 from jaxcompact.choices import choices, choose
 from jaxcompact.graph import Graph, Op, Value, moving_values, read
-from jaxcompact.kinds import BLOCKS, expensive
+from jaxcompact.kinds import is_block
 from jaxcompact.program import Program
 from jaxcompact.rules import decided_before, keeps_decisions
 from jaxcompact.sources import Choice, Residual, Slope, Source
@@ -137,7 +137,7 @@ class Recording:
     def _is_block(self, op: Op) -> bool:
         """Differentiated as a whole, from what it keeps for itself."""
         moved = not self.moving.isdisjoint(op.outs)
-        return op.kind in BLOCKS and moved and expensive(op)
+        return moved and is_block(op)
 
     def _has_rule(self, op: Op) -> bool:
         """A cheap function's, whose derivative is not stored as a step's."""

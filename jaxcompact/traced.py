@@ -135,6 +135,8 @@ class Traced:
         (body,) = bodies
         if op.kind == "shard_map":
             return _on_each_device(op, body, values)
+        if op.kind != "scan":
+            return run(body, list(values))
         avals = [body.graph.avals[v] for v in body.graph.inputs]
         jaxpr = jax.make_jaxpr(lambda *inputs: run(body, list(inputs)))(*avals)
         return op.bind(*values, jaxpr=jaxpr)

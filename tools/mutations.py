@@ -1040,6 +1040,13 @@ MUTATIONS = [
         "tests/test_replay.py::test_what_others_read_as_well_is_stored_itself",
     ),
     Mutation(
+        "what a cheap branch decides is decided again",
+        "jaxcompact/kinds.py",
+        "return op.kind in BLOCKS and (decides or expensive(op))",
+        "return op.kind in BLOCKS and expensive(op)",
+        "tests/test_decisions.py::test_the_gradient_follows_the_forwards_decisions",
+    ),
+    Mutation(
         "guards against zero are decisions",
         "jaxcompact/rules.py",
         "made -= _guards(graph, same)",
