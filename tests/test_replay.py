@@ -192,7 +192,7 @@ def test_of_what_relu_alone_reads_its_result_is_stored():
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda w, x: jnp.sin(y := x @ w) + jax.nn.relu(y),
+        lambda w, x: jnp.sin(y := x @ w) + jnp.square(jax.nn.relu(y)),
         lambda w, x: jnp.square(jax.nn.relu((x @ w) * jnp.cos(x @ w.T))),
     ],
 )
