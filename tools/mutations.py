@@ -1065,14 +1065,14 @@ MUTATIONS = [
         "jaxcompact/planner/problem.py",
         "or _of_rule(i.source, replay)",
         "or False",
-        "tests/test_rules.py::test_a_plan_makes_no_slope_again_of_what_is_rounded",
+        "tests/test_surrogates.py::test_a_plan_makes_no_slope_again_of_what_is_rounded",
     ),
     Mutation(
         "the slope of a step is made again",
         "jaxcompact/recording.py",
         "if is_step(op):",
         "if False:",
-        "tests/test_rules.py::test_slopes_of_steps_are_near",
+        "tests/test_surrogates.py::test_slopes_of_steps_are_near",
     ),
     Mutation(
         "all rules have slopes",
@@ -1086,7 +1086,7 @@ MUTATIONS = [
         "jaxcompact/graph.py",
         "return {v for op in unequal for v in op.outs}",
         "return set()",
-        "tests/test_rules.py::test_slopes_of_steps_are_near",
+        "tests/test_surrogates.py::test_slopes_of_steps_are_near",
     ),
     Mutation(
         "what is turned may vanish",
