@@ -1,11 +1,17 @@
 """Elementwise functions of one tensor, whose derivative could be stored instead."""
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
+
+import jax
 
 from jaxcompact.arrays import is_float
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ELEMENTWISE, expensive
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ def find_functions(
         moving = [v for v in op.reads if v not in fixed]
         if not _is_elementwise(op, moving, graph) or not all(v in data for v in moving):
             continue
-        if function_name(op) in ("relu", "relu6") and op.kind == "custom_jvp_call":
+        if _is_relu(op):
             steps.add(op.outs[0])
             made[op.outs[0]] = Function(moving[0], (op,))
         elif len({root(v) for v in moving}) == 1:
@@ -48,10 +54,22 @@ def find_functions(
     return made, steps
 
 
+def _is_relu(op: Op) -> bool:
+    """Whether it is jax's own; another's of that name may have any derivative."""
+    if op.kind != "custom_jvp_call":
+        return False
+    _, _, source = _debug_info(op).func_src_info.partition(" at ")
+    return function_name(op) in ("relu", "relu6") and source.startswith(_JAX)
+
+
+def _debug_info(op: Op) -> Any:
+    (body, *_) = op.jaxprs
+    return getattr(body, "jaxpr", body).debug_info
+
+
 def function_name(op: Op) -> str:
     if op.kind == "custom_jvp_call":
-        (body, *_) = op.jaxprs
-        return getattr(body, "jaxpr", body).debug_info.func_name
+        return _debug_info(op).func_name
     return op.scope if op.scope and not op.scope.startswith("_") else op.kind
 
 

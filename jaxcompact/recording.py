@@ -178,5 +178,6 @@ class Recording:
                 (inside[op.outs[0]],) = op.bind(*(read(inside, v) for v in op.ins))
             return inside[value]
 
-        x = env[function.root]
+        # A relu's is that of its result: what it is of need not be written.
+        x = env[value if self.tensors.found[value].step else function.root]
         return jax.jvp(of_root, (x,), (jnp.ones_like(x),))[1]

@@ -1047,6 +1047,13 @@ MUTATIONS = [
         "tests/test_decisions.py::test_the_gradient_follows_the_forwards_decisions",
     ),
     Mutation(
+        "any function named relu is one",
+        "jaxcompact/functions.py",
+        'in ("relu", "relu6") and source.startswith(_JAX)',
+        'in ("relu", "relu6")',
+        "tests/test_decisions.py::test_the_gradient_follows_the_forwards_decisions",
+    ),
+    Mutation(
         "guards against zero are decisions",
         "jaxcompact/rules.py",
         "made -= _guards(graph, same)",
