@@ -1054,6 +1054,13 @@ MUTATIONS = [
         "tests/test_decisions.py::test_the_gradient_follows_the_forwards_decisions",
     ),
     Mutation(
+        "what relu is of is held for its bits",
+        "jaxcompact/recording.py",
+        "env[value if self.tensors.found[value].step else function.root]",
+        "env[function.root]",
+        "tests/memory/test_peak.py::test_what_relu_is_of_is_not_held",
+    ),
+    Mutation(
         "guards against zero are decisions",
         "jaxcompact/rules.py",
         "made -= _guards(graph, same)",

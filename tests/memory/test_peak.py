@@ -186,6 +186,24 @@ def test_what_is_encoded_is_smaller():
         assert encoded.peak_bytes < plain.peak_bytes
 
 
+def test_what_relu_is_of_is_not_held():
+    """Beside its result, of which codes and bits are made."""
+    shape, rows = (4, 512, 4096), 8192
+
+    def block(w, x):
+        return x + jax.nn.relu(x @ w["up"]) @ w["down"]
+
+    def step(w, x):
+        layer = jc.checkpoint(block, policy=jc.policies.int4(), params=0)
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)
+        return jnp.sum(x, dtype=F32)
+
+    w = {"up": S(shape, jnp.bfloat16), "down": S((4, 4096, 512), jnp.bfloat16)}
+    found = jc.memory.peak(jax.grad(step), w, S((rows, 512), jnp.bfloat16))
+    numbers = (b for b in found.buffers if b.shape.startswith("bf16"))
+    assert [b.nbytes for b in numbers].count(2 * rows * shape[2]) == 1
+
+
 def test_offloaded_bytes_are_the_hosts():
     block = jc.checkpoint(
         lambda w, x: jnp.tanh(x @ w) @ w.T,
