@@ -81,8 +81,8 @@ def is_block(op: Op) -> bool:
 
 def is_entered(op: Op) -> bool:
     """Whether what it runs is checkpointed inside: a loop, a branch, what devices run
-    by themselves, if that is no attention kernel alone. What a `jax.checkpoint` runs
-    again is, unless that is cheap."""
+    by themselves, if that is no attention kernel alone, and what a `jax.checkpoint`
+    runs again, if that is cheap."""
     if op.kind in ("checkpoint", "remat2"):
         return not expensive(op)
     if op.kind == "shard_map":
