@@ -183,6 +183,19 @@ def graph_of(jaxpr: Any) -> Graph:
     return graph
 
 
+def graph_of_rule(
+    tree: Any, leaves: Sequence[Any], cts: Sequence[Any]
+) -> tuple[Graph, list[Any]]:
+    """The graph of a backward function that is a pytree, and what its first inputs are:
+    constants and its leaves. The others are its cotangents."""
+
+    def rule(leaves, cts):
+        return jax.tree.unflatten(tree, leaves)(cts)
+
+    closed = jax.make_jaxpr(rule)(list(leaves), list(cts))
+    return graph_of(closed), [*closed.consts, *leaves]
+
+
 def loosened(graph: Graph) -> Graph:
     """The same, with nothing held by a barrier but what is read behind it."""
     read_later = {v for v in graph.outputs if not isinstance(v, Literal)}

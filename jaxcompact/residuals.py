@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from jaxcompact.choices import choices
 from jaxcompact.decisions import decided, steps
 from jaxcompact.divisors import find_divisors, steeply_read
-from jaxcompact.graph import graph_of
+from jaxcompact.graph import graph_of, graph_of_rule
 from jaxcompact.integers import find_integers
 from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
 from jaxcompact.loops import infinities
@@ -113,13 +111,9 @@ def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
         sources = [Residual(op, k) for k in range(tree.num_leaves)]
         made = (v for v in op.outs if recording.moves(v))
         cts = [recording.graph.avals[v].to_ct_aval() for v in made]
-
-        def rule(leaves, cts, tree=tree):
-            return jax.tree.unflatten(tree, leaves)(cts)
-
         avals = [recording.avals[s] for s in sources]
-        graph = graph_of(jax.make_jaxpr(rule)(avals, cts))
-        residuals = graph.inputs[-len(sources) - len(cts) :][: len(sources)]
+        graph, given = graph_of_rule(tree, avals, cts)
+        residuals = graph.inputs[len(given) - len(avals) : len(given)]
         named = dict(zip(residuals, sources, strict=True))
         for found, inside in (
             (steep, find_divisors(graph, ())),

@@ -12,7 +12,7 @@ import jax
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.decisions import decided, steps
-from jaxcompact.graph import Graph, graph_of, read
+from jaxcompact.graph import Graph, graph_of, graph_of_rule, read
 from jaxcompact.integers import find_integers
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
@@ -54,12 +54,7 @@ def decided_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
     """The same function, a pytree as well, with its masks among its leaves; None if it
     decides nothing. ``cts`` are the types of its cotangents."""
     leaves, tree = jax.tree.flatten(backward)
-
-    def rule(leaves, cts):
-        return jax.tree.unflatten(tree, leaves)(cts)
-
-    closed = jax.make_jaxpr(rule)(leaves, list(cts))
-    graph, stored = graph_of(closed), [*closed.consts, *leaves]
+    graph, stored = graph_of_rule(tree, leaves, cts)
     residuals = graph.inputs[: len(stored)]
     if not decided(graph, residuals):
         return None

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.arrays import is_inexact, zeros
 from jaxcompact.decisions import steps
-from jaxcompact.graph import Graph, Op, Value, graph_of, number, read
+from jaxcompact.graph import Graph, Op, Value, graph_of, graph_of_rule, number, read
 from jaxcompact.integers import find_whole
 from jaxcompact.kinds import ELEMENTWISE
 
@@ -36,12 +36,7 @@ def slopes_before(backward: Callable, cts: Sequence[Any]) -> Callable | None:
     ``cts`` are the types of its cotangents.
     """
     leaves, tree = jax.tree.flatten(backward)
-
-    def rule(leaves, cts):
-        return jax.tree.unflatten(tree, leaves)(cts)
-
-    closed = jax.make_jaxpr(rule)(leaves, list(cts))
-    graph, stored = graph_of(closed), [*closed.consts, *leaves]
+    graph, stored = graph_of_rule(tree, leaves, cts)
     residuals, given = graph.inputs[: len(stored)], graph.inputs[len(stored) :]
     known = graph.constants | dict(zip(residuals, stored, strict=True))
     slopes = dict(zip(given, (jnp.ones_like(zeros(ct)) for ct in cts), strict=True))
