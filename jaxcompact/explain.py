@@ -68,9 +68,8 @@ class Explanation:
 
     @property
     def exact(self) -> int:
-        return self.loops + sum(
-            row.nbytes for row in self.rows if row.stored and not _is_of_loop(row)
-        )
+        stored = [row for row in self.rows if row.stored and not _is_of_loop(row)]
+        return self.loops + sum(row.nbytes for row in stored if not _is_of_relu(row))
 
     def __str__(self) -> str:
         header = ("tensor", "", "bytes", "stored", "action", "reason", "where")
@@ -189,11 +188,17 @@ def _is_of_loop(row: Row) -> bool:
     return row.kind == "residual" and row.name.startswith(_OF_BODIES)
 
 
+def _is_of_relu(row: Row) -> bool:
+    """Bits beside its result, which knows its sign as it is."""
+    return row.kind == "function" and row.action == "BitMask()"
+
+
 def _rows(plan: Plan) -> list[Row]:
     replay = plan.replay
     stores: dict[Any, list] = {}
     for slot, store in zip(replay.slots, plan.stores, strict=True):
         value = getattr(slot.source, "value", slot.source)
+        value = replay.stands_for.get(slot.source, value)
         stores.setdefault(value, []).append((slot, store))
     kept = {replay.graph.inputs[i] for i in replay.kept}
     rows = []

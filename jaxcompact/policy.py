@@ -180,6 +180,7 @@ def action_of(policy: ChoosesActions, tensor: Tensor) -> tuple[Action, str]:
     Raises ValueError for an action that can't be done to it.
     """
     action, reason = policy.decide(tensor)
+    action = bounded(action, tensor)
     if isinstance(action, Derivative):
         if tensor.kind != "function":
             raise ValueError(
@@ -200,6 +201,13 @@ def action_of(policy: ChoosesActions, tensor: Tensor) -> tuple[Action, str]:
                 f"policy: {action} can't store {tensor}: {error}"
             ) from None
     return action, reason
+
+
+def bounded(action: Action, tensor: Tensor) -> Action:
+    """Within the tensor's bound, if the action has none."""
+    if type(action) is Quantized and action.bound is None:
+        return replace(action, bound=tensor.bound)
+    return action
 
 
 def _decides(tensor: Tensor) -> bool:

@@ -6,9 +6,10 @@ both from one reading of them.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import Graph, Op, graph_of, read
 from jaxcompact.kernels.functions.operations import TAKEN
 from jaxcompact.kinds import expensive, renames
@@ -45,12 +46,13 @@ class Region:
 
 
 def find_regions(
-    graph: Graph, codecs: Mapping[int, Any], elsewhere: Collection[int]
+    graph: Graph, codecs: Mapping[int, Codec], elsewhere: Collection[int]
 ) -> list[Region]:
     """Those whose sources have one codec, shape and dtype, and whose value is written.
 
     It is where a product reads it, say: a value that XLA makes on its way to the next
-    elementwise operation takes no memory traffic, by itself it would.
+    elementwise operation takes no memory traffic, by itself it would. Each source may
+    have a bound of its own.
 
     ``codecs``: of the values that may be sources; ``elsewhere``: values that are read
     outside the graph.
@@ -81,7 +83,7 @@ def find_regions(
 
     def is_of_one_kind(region: Region) -> bool:
         avals = {v: graph.avals[v] for v in region.sources}
-        kinds = {(codecs[v], a.shape, a.dtype) for v, a in avals.items()}
+        kinds = {(_unbounded(codecs[v]), a.shape, a.dtype) for v, a in avals.items()}
         return len(kinds) == 1
 
     return [
@@ -91,6 +93,10 @@ def find_regions(
         and is_closed(region)
         and is_of_one_kind(region)
     ]
+
+
+def _unbounded(codec: Codec) -> Codec:
+    return replace(codec, bound=None) if type(codec) is Quantized else codec
 
 
 def is_written(

@@ -24,6 +24,7 @@ from jaxcompact.policy import (
     Recompute,
     Save,
     action_of,
+    of_value,
 )
 from jaxcompact.program import Program
 from jaxcompact.recording import Recording
@@ -60,6 +61,7 @@ class Replay:
     Attributes:
         tensors: what the policy sees of the graph's values.
         chosen: value or residual -> its tensor, the action, and why.
+        stands_for: what is stored -> in which value's place (`find_bounded`).
         recording: the forward pass with all that may be stored.
         slots: what is stored beside inputs that are kept as they are.
         kept: inputs that are kept as they are.
@@ -87,8 +89,7 @@ class Replay:
         self.moving = moving_values(replace(graph, outputs=outputs), perturbed)
         self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
-        if not hasattr(policy, "probe"):
-            self._store_steps()
+        self.stands_for = self._bounded()
         self.slopes = {
             v
             for v, (_, action, _) in self.chosen.items()
@@ -102,15 +103,18 @@ class Replay:
             self.chosen[value] = self._decide(tensor, value, source)
         self._trace_backward()
 
-    def _store_steps(self) -> None:
-        """What relu gives, where nothing else is read of what it is given: those above
-        zero are then not rounded beside those below, which may be larger."""
-        for step, value in self.tensors.instead.items():
-            tensor, action, reason = self.chosen[step]
-            _, codec, _ = self.chosen[value]
-            alone = isinstance(action, Derivative) and action.value is None
-            if alone and type(codec) is Quantized:
-                self.chosen[step] = tensor, replace(action, value=codec), reason
+    def _bounded(self) -> dict[int, int]:
+        """What is stored in the place of what is encoded, or probed, if it is not by
+        itself."""
+        asked, found = getattr(self.policy, "asked", ()), {}
+        for value, (result, _) in self.tensors.bounded.items():
+            tensor, action, _ = self.chosen[value]
+            other, own, _ = self.chosen.get(result, (None, Recompute(), None))
+            bits = isinstance(own, Derivative) or not (other and other.step)
+            encoded = type(action) is Quantized and bits
+            if (encoded or tensor.name in asked) and of_value(own) == Recompute():
+                found[result] = value
+        return found
 
     def _decide(
         self, tensor: Tensor, value: Source, residual: Source | None = None
@@ -153,6 +157,8 @@ class Replay:
             and not (isinstance(s, Choice) and action == Save() and not self.lossy)
             and s not in self.graph.inputs
         ]
+        instead = {v: source for source, v in self.stands_for.items()}
+        stored = [instead.get(s, s) for s in stored]
         stored += [Slope(v) for v in self.slopes]
         derived = [
             s
@@ -216,6 +222,7 @@ class Replay:
                 kept.append(i)
         for source in stored:
             value = source.value if isinstance(source, Slope) else source
+            value = self.stands_for.get(source, value)
             tensor, action, reason = self.chosen[value]
             if isinstance(action, Derivative):
                 action = action.codec if isinstance(source, Slope) else action.value

@@ -57,6 +57,7 @@ class Tensor:
             the number of terms summed up.
         normed: a norm or variance of what is made of such products, or by a loop of
             them. It is also made again with that, and stands where no row has shrunk.
+        bound: a function that is flat beyond it alone reads the tensor; else None.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
             policies with ``statistics``, sums and maxima too (of norms, of softmax).
@@ -81,6 +82,7 @@ class Tensor:
     enlarged: bool = False
     terms: int | None = None
     normed: bool = False
+    bound: float | None = None
     step: bool = False
     statistic: bool = False
 

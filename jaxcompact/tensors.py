@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcompact.arrays import is_inexact
+from jaxcompact.bounded import find_bounded
 from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell
 from jaxcompact.depth import find_deep
@@ -28,7 +29,6 @@ from jaxcompact.functions import Function, find_functions, function_name
 from jaxcompact.graph import Graph, Op
 from jaxcompact.integers import find_integers, within_bounds
 from jaxcompact.kinds import (
-    ADDITIONS,
     LINEAR_ALGEBRA,
     NONLINEAR,
     ORDERS,
@@ -51,7 +51,6 @@ from jaxcompact.solving import solves_for_state
 from jaxcompact.sums import find_streams, find_sums
 from jaxcompact.tensor import Tensor
 
-_SHIFTS = ADDITIONS | {"convert_element_type"}
 # A loss's difference is kept whole beside a tensor that is so many times larger.
 _SMALL = 12
 
@@ -69,7 +68,7 @@ class Tensors:
     Attributes:
         found: value -> `Tensor`.
         functions: value -> `Function`, for the candidates of that kind.
-        instead: relu's value -> the tensor of which that alone is read.
+        bounded: tensor -> what is encoded in its place (`find_bounded`).
         fixed: values made of parameters and constants alone. They are never encoded.
         data: values that depend on what may be encoded: inputs, and what expensive
             operations make, also of indices, keys and parameters alone.
@@ -165,24 +164,17 @@ class Tensors:
                 or value in again
                 or (value in divisors and kind == "scatter-add"),
             )
-        steps = (v for v in self.functions if self.found[v].step)
-        of_each = {value: self._stands_for(value, made_by) for value in steps}
-        self.instead = {v: of for v, of in of_each.items() if of is not None}
+        plain = {v for v in stored if self._is_plain(v)}
+        steps = {v for v in self.functions if self.found[v].step}
+        of = self.fixed, moving, steps, plain
+        self.bounded = find_bounded(graph, self.readers, *of)
+        for value, (_, bound) in self.bounded.items():
+            self.found[value] = replace(self.found[value], bound=bound)
 
-    def _stands_for(self, step: int, made_by: Mapping[int, Op]) -> int | None:
-        """The tensor of which nothing else is read, once something is added to it."""
-        value = self.functions[step].root
-        while len(self.readers[value]) == 1:
-            op, tensor = made_by.get(value), self.found.get(value)
-            if tensor is not None:
-                plain = Tensor.of(self.graph.avals[value], name="", kind="op")
-                return value if replace(tensor, name="", where="") == plain else None
-            moving = [v for v in op.reads if v not in self.fixed] if op else []
-            added = op and (op.kind in _SHIFTS or renames(op))
-            if not added or len(moving) != 1:
-                break
-            (value,) = moving
-        return None
+    def _is_plain(self, value: int) -> bool:
+        """Whether an operation made it, and nothing else is known of it."""
+        tensor = replace(self.found[value], name="", where="", exponent=False)
+        return tensor == Tensor.of(self.graph.avals[value], name="", kind="op")
 
     def _add(self, value: int, **fields: Any) -> None:
         aval = self.graph.avals[value]

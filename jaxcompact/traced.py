@@ -251,6 +251,7 @@ class Plan:
         return [self._probed(v, inputs[i], probes) for i, v in places.items()]
 
     def _probed(self, source: Any, value: Any, probes: Sequence[Any]) -> Any:
+        source = self.replay.stands_for.get(source, source)
         if not probes or source not in self.replay.chosen:
             return value
         tensor, _, _ = self.replay.chosen[source]
@@ -300,7 +301,8 @@ class Plan:
         if isinstance(region, Norm):
             outs, encoded = codec.normalize(region, *xs, parameters)
             return outs, [stores[0].leaves_of(encoded)]
-        y, encoded = codec.activate(region, xs, parameters)
+        bounds = [store.codec.bound for store in stores]
+        y, encoded = codec.activate(region, xs, parameters, bounds)
         pairs = zip(stores, encoded, strict=True)
         return [y], [store.leaves_of(e) for store, e in pairs]
 

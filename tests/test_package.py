@@ -39,6 +39,7 @@ LAYERS = (
         "pullbacks",
         "schedule",
         "regions",
+        "bounded",
     },
     {"scores"},
     {"subspace", "tensors", "program", "norms", "rules", "surrogates"},

@@ -17,6 +17,7 @@ from jaxcompact.kernels.normalize import api as normalization
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize import api
+from jaxcompact.kernels.quantize.levels import stretched
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 
@@ -105,6 +106,9 @@ class Quantized(Codec):
         axis: the grouped axis, negative.
         scale_bits: 16 (bfloat16) or 8 (quarter octaves, 2^-24 to 2^7.25, beyond which
             values saturate or lose precision); 8 if symmetric only.
+        bound: for what a function reads that is flat beyond it. Beyond, steps are 16
+            times as large, and what is larger than 19/3 of it, an infinity as well,
+            saturates there. A group's largest is then 4/3 of the bound at most.
 
     Raises ValueError for arguments outside these, for dtypes that are not floating
     point, and for arrays that lack the axis.
@@ -126,6 +130,7 @@ class Quantized(Codec):
     stochastic: bool = False
     axis: int = -1
     scale_bits: int = 16
+    bound: float | None = None
 
     def __post_init__(self):
         if type(self.bits) is not int or self.bits not in (1, 2, 3, 4, 8):
@@ -147,6 +152,11 @@ class Quantized(Codec):
             raise ValueError(f"scale_bits must be 8 or 16, got {self.scale_bits!r}")
         if self.scale_bits == 8 and not self.symmetric:
             raise ValueError("scale_bits must be 16 if symmetric is False, got 8")
+        known = isinstance(self.bound, int | float) and not isinstance(self.bound, bool)
+        if self.bound is not None and not (known and 0 < self.bound < math.inf):
+            raise ValueError(
+                f"bound must be None or a positive number, got {self.bound!r}"
+            )
 
     def supports(self, dtype: Any) -> bool:
         return is_float(dtype)
@@ -189,6 +199,7 @@ class Quantized(Codec):
             axis=self.axis,
             symmetric=self.symmetric,
             scale_bits=self.scale_bits,
+            bound=self.bound,
             seed=seed if self.stochastic else None,
         )
         return Encoded(codes, scales, lows, x.shape, x.dtype, parts)
@@ -218,7 +229,7 @@ class Quantized(Codec):
             axis=self.axis,
             dtype=encoded.dtype,
         )
-        return x.reshape(shape).reshape(encoded.shape)
+        return stretched(x, self.bound).reshape(shape).reshape(encoded.shape)
 
     def activates(
         self, f: Callable[..., jax.Array], xs: Sequence[Any], parameters: Sequence[Any]
@@ -239,8 +250,10 @@ class Quantized(Codec):
         f: Callable[..., jax.Array],
         xs: Sequence[jax.Array],
         parameters: Sequence[jax.Array],
+        bounds: Sequence[float | None],
     ) -> tuple[jax.Array, list[Encoded]]:
-        """``f(*xs, *parameters)``, elementwise, and what `encode` gives of each x.
+        """``f(*xs, *parameters)``, elementwise, and what `encode` gives of each x, each
+        within a bound of its own.
 
         Where it `activates`.
         """
@@ -252,6 +265,7 @@ class Quantized(Codec):
             group=self._group(xs[0].shape[-1]),
             symmetric=self.symmetric,
             scale_bits=self.scale_bits,
+            bounds=bounds,
         )
         pairs = zip(xs, found, strict=True)
         return y, [Encoded(*of, x.shape, x.dtype) for x, of in pairs]
@@ -260,7 +274,8 @@ class Quantized(Codec):
         self, f: Callable[..., Sequence[jax.Array]], x: Any, parameters: Sequence[Any]
     ) -> bool:
         """Whether a kernel would make what `normalize` does, of such arrays."""
-        return self._in_rows(x.shape) and normalization.in_one_pass(
+        rows = self._in_rows(x.shape) and self.bound is None
+        return rows and normalization.in_one_pass(
             f, x, parameters, bits=self.bits, group=self._group(x.shape[-1])
         )
 
@@ -288,7 +303,8 @@ class Quantized(Codec):
     def project(self, x: jax.Array, p_nr: jax.Array) -> Encoded:
         """`encode` of ``x P``, in one kernel where that is the fastest."""
         shape = *x.shape[:-1], p_nr.shape[-1]
-        if self.axis != -1 or self._grouped(shape) != shape:
+        rows = self.axis == -1 and self._grouped(shape) == shape
+        if not rows or self.bound is not None:
             return self.encode(product(x, p_nr))
         codes, scales, lows = project(
             x,
@@ -338,7 +354,7 @@ def fitted[C: Codec](codec: C, x: jax.Array) -> C:
     >>> import jax, jaxcompact as jc
     >>> jc.codecs.fitted(jc.Quantized(4), jax.nn.relu(jax.numpy.arange(-3.0, 9.0)))
     Quantized(bits=4, group_size=64, symmetric=False, stochastic=False, axis=-1,
-              scale_bits=16)
+              scale_bits=16, bound=None)
     """
     if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
         raise ValueError(f"x must be an array with known values, got {x}")

@@ -28,8 +28,15 @@ _NOISE = (b"cuInit", b"GPU interconnect", b"ptxas", b"TPU", b"InitGoogle", b"lib
 _NOISE += (b"Source Location Trace",)
 # Without a card nothing can be timed: XLA would compile every way to do each product,
 # and take the first after all. That is half of the time of a compile. LLVM's
-# optimizations come after all buffers are assigned.
-_OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0, "xla_backend_optimization_level": 0}}
+# optimizations and the assembler's, half of what is left, come after all buffers are
+# assigned.
+_OPTIONS = {
+    "cuda": {
+        "xla_gpu_autotune_level": 0,
+        "xla_backend_optimization_level": 0,
+        "xla_gpu_disable_gpuasm_optimizations": True,
+    }
+}
 
 LEAST_CONSTANT = 1024  # bytes: smaller ones are numbers in the code
 _CONSTANT = re.compile(r"^allocation \d+: size (\d+),.* constant:$", re.M)

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from jaxcompact.codecs import Codec
 from jaxcompact.kernels.varying import varying_as
-from jaxcompact.policy import Action, ChoosesActions, Derivative, Recompute, Save
+from jaxcompact.policy import (
+    Action,
+    ChoosesActions,
+    Derivative,
+    Recompute,
+    Save,
+    bounded,
+)
 from jaxcompact.reals import as_reals
 from jaxcompact.tensor import Tensor
 
@@ -54,6 +61,7 @@ class Probing:
         _, codecs = self.asked[tensor.name]
         start = self.starts[tensor.name]
         own = probe[:, start : start + len(codecs)]
+        codecs = tuple(bounded(codec, tensor) for codec in codecs)
         return _probed(codecs, x, varying_as(x, own))
 
 

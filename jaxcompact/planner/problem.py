@@ -206,9 +206,6 @@ def problem(
     several = _of_several(replay)
     for source, (tensor, action, _) in replay.chosen.items():
         item = None
-        step = source in replay.tensors.instead and isinstance(action, Derivative)
-        if step:  # stored as that, if that is encoded
-            action = replace(action, value=None)
         if tensor.kind != "function" or source in several:
             item = _item(source, tensor, action, replay, base, codecs, card, found)
         if item is None:

@@ -123,8 +123,9 @@ def measuring(
 
 
 class _Prepared(NamedTuple):
-    """As `measuring`; ``inside``: what is encoded in loops and branches; ``moved``: by
-    how much all together move the gradient, squared and relative to its own square."""
+    """As `measuring`; ``inside``: what is done in loops and branches, if that encodes
+    anything; ``moved``: by how much all together move the gradient, squared and
+    relative to its own square."""
 
     block: str
     encodes_nothing: bool
@@ -158,7 +159,8 @@ def _prepared(
                 f"tensors of one name must have one shape, got {found[0]}, {tensor}"
             )
     bodies = bodies_of(traces)
-    inside = {n: a for n, (t, a) in bodies.items() if noise_of(a, t)}
+    lossy = any(noise_of(action, tensor) for tensor, action in bodies.values())
+    inside = {n: action for n, (_, action) in bodies.items()} if lossy else {}
     sizes = [len(each) for _, each in asked.values()]
     starts = dict(zip(asked, np.cumsum([0, *sizes]).tolist(), strict=False))
     _, args = make_gradient(policy)

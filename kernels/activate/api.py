@@ -33,14 +33,15 @@ def activate(
     group: int,
     symmetric: bool = True,
     scale_bits: int = 16,
+    bounds: Sequence[float | None] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, list[reference.Encoded]]:
     """``f(*xs, *parameters)``, f elementwise, and codes, scales and lows of each x.
 
     Parameters, a bias say, are ``[width]`` along the last axis, or ``[1, width]``.
-    Codes have `quantize`'s bits, nearest, along that axis. f's operations are rounded
-    one by one, as XLA does: what the kernel's exp and tanh can change is said in
-    `functions.operations`.
+    Codes have `quantize`'s bits, nearest, along that axis, with each x's bound. f's
+    operations are rounded one by one, as XLA does: what the kernel's exp and tanh can
+    change is said in `functions.operations`.
 
     Memory: the kernel reads each x once, and writes what it returns.
 
@@ -56,6 +57,7 @@ def activate(
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
     fields["scale_bits"] = scale_bits
     function, config, divided = _chosen(f, xs, parameters, bits, group, implementation)
+    fields["bounds"] = bounds or [None] * len(xs)
     count = len(xs)
 
     def by_xla(*arrays):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxcompact.kernels.functions import blocks as evaluation
 from jaxcompact.kernels.functions.blocks import COLUMNS
 from jaxcompact.kernels.functions.rows import Function, evaluated
+from jaxcompact.kernels.quantize import levels
 from jaxcompact.kernels.quantize.mosaic_gpu import (
     ROWS,
     encoded,
@@ -42,12 +43,13 @@ def activate(
     group: int,
     symmetric: bool,
     scale_bits: int,
+    bounds: Sequence[float | None],
     columns: int,
 ) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array | None]]]:
     """``y[rows, size]``; codes, scales, lows of each x: as `quantize`.
 
-    Parameters are ``[size]``. Rows of x and y are multiples of 16 bytes. ``columns`` of
-    a block.
+    Parameters are ``[size]``, ``bounds`` each x's. Rows of x and y are multiples of 16
+    bytes. ``columns`` of a block.
     """
     (rows, size), dtype, of_y = xs[0].shape, xs[0].dtype, f.y.dtype
     count, width = pl.cdiv(size, group), group * bits // 8
@@ -85,6 +87,7 @@ def activate(
         for n, g in itertools.product(range(len(xs)), range(groups)):
             spread = layout(width, dtype)
             x = load(xs_smem[n], g * group, group, spread).astype(jnp.float32)
+            x = levels.squeezed(x, bounds[n])
             if size % group and g == (count - 1) % groups:  # the last, in some block
                 entries = size - (first + g) * group
                 x = filled(x, entries, spread, edge=not symmetric)

@@ -13,7 +13,10 @@ def activate(
     f: Callable[..., jax.Array],
     xs: Sequence[jax.Array],
     parameters: Sequence[jax.Array],
+    *,
+    bounds: Sequence[float | None] | None = None,
     **fields,
 ) -> tuple[jax.Array, list[Encoded]]:
-    """``f(*xs, *parameters)``, and `quantize` of each x."""
-    return f(*xs, *parameters), [quantize(x, **fields) for x in xs]
+    """``f(*xs, *parameters)``, and `quantize` of each x with its bound."""
+    pairs = zip(xs, bounds or [None] * len(xs), strict=True)
+    return f(*xs, *parameters), [quantize(x, bound=b, **fields) for x, b in pairs]

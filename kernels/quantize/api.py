@@ -26,6 +26,7 @@ def quantize(
     axis: int = -1,
     symmetric: bool = True,
     scale_bits: int = 16,
+    bound: float | None = None,
     seed: int | jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -45,7 +46,7 @@ def quantize(
     op = "quantize" if seed is None else "quantize_stochastic"
     config = _config(op, divided, x.dtype, axis, implementation, bits, group)
     fields = {"bits": bits, "group": group, "symmetric": symmetric}
-    fields["scale_bits"] = scale_bits
+    fields |= {"scale_bits": scale_bits, "bound": bound}
     if config is None:
         return reference.quantize(x, axis=axis, seed=seed, **fields)
 

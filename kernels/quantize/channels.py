@@ -37,6 +37,7 @@ def quantize(
     group: int,
     symmetric: bool,
     scale_bits: int,
+    bound: float | None,
     columns: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes ``uint8[b, g * group * bits / 8, c]``, scales and lows ``[b, g, c]``.
@@ -65,7 +66,8 @@ def quantize(
         def entries(token):
             if tokens % group and not symmetric:  # the last token again and again
                 token = jnp.minimum(token, tokens - 1 - g * group)
-            return plgpu.load(x_smem.at[token], layout=spread).astype(jnp.float32)
+            x = plgpu.load(x_smem.at[token], layout=spread).astype(jnp.float32)
+            return levels.squeezed(x, bound)
 
         def all_of(value, dtype):
             return plgpu.layout_cast(jnp.full(columns, value, dtype), spread)

@@ -35,6 +35,7 @@ def quantize(
     group: int,
     symmetric: bool,
     scale_bits: int,
+    bound: float | None,
     groups: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes ``uint8[rows, g * group * bits / 8]``, scales and lows ``[rows, g]``.
@@ -64,6 +65,7 @@ def quantize(
         plgpu.barrier_wait(arrived)
         for g in range(groups):
             x = load(x_smem, g * group, group, spread).astype(jnp.float32)
+            x = levels.squeezed(x, bound)
             if size % group and g == (count - 1) % groups:  # the last, in some block
                 entries = size - (first + g) * group
                 x = filled(x, entries, spread, edge=not symmetric)

@@ -128,15 +128,19 @@ def quantize(
     axis: int = -1,
     symmetric: bool = True,
     scale_bits: int = 16,
+    bound: float | None = None,
     seed: int | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Codes ``uint8[..., g * group * bits / 8, ...]``; scales, lows ``[..., g, ...]``.
 
     ``g = ceil(x.shape[axis] / group)``. Scales and lows are bfloat16, or scales uint8;
-    lows are None if symmetric. Rounds to nearest, or stochastically with a seed. A
-    group that holds an Inf or a NaN has a NaN for a scale.
+    lows are None if symmetric. Rounds to nearest, or stochastically with a seed, what
+    is left of x beyond ``bound`` (`levels.squeezed`). A group that holds a NaN, or an
+    Inf without a bound, has a NaN for a scale.
     """
     size = x.shape[axis]
+    if bound is not None:
+        x = levels.squeezed(x.astype(jnp.float32), bound)
     # Cast last: what of this reaches memory is then no wider than x.
     x = filled_up(x, group=group, axis=axis, edge=not symmetric)
     narrow = split_groups(x, group=group, axis=axis)

@@ -53,6 +53,10 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
     """Codes, scale, minimum and decoded values of one group."""
     bits = codec.bits
     top = 2 ** (bits - 1)
+    if codec.bound is not None:  # beyond it steps are 16 times as large
+        edge = np.clip(values, -codec.bound, codec.bound)
+        beyond = np.minimum(np.abs(values - edge) / 16, F32(codec.bound / 3))
+        values = F32(edge + np.sign(values) * beyond)
     if codec.symmetric:
         absmax = np.abs(values).max()
         if bits == 1:
@@ -85,6 +89,9 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
         decoded = low + F32(code) * scale
     else:
         decoded = F32(2 * code - 1 if bits == 1 else code - top) * scale
+    if codec.bound is not None:
+        beyond = decoded - np.clip(decoded, -codec.bound, codec.bound)
+        decoded = decoded + F32(15) * beyond
     return code.astype(int), scale, low, decoded
 
 

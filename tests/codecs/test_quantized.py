@@ -29,6 +29,14 @@ OPTIONS = [
     )
     if symmetric or scale_bits == 16
 ]
+OPTIONS += [
+    Quantized(bits, 16, symmetric, stochastic, axis, bound=0.75)
+    for bits, symmetric, stochastic, axis in [
+        (4, True, False, -1),
+        (8, False, False, -1),
+        (3, True, True, -2),
+    ]
+]
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -40,7 +48,9 @@ def round_trip(codec, x, seed=0):
 def ids(codec: Quantized) -> str:
     kind = "sym" if codec.symmetric else "asym"
     rounding = "stochastic" if codec.stochastic else "nearest"
-    return f"{codec.bits}-{kind}-{rounding}-axis{codec.axis}-{codec.scale_bits}"
+    within = "" if codec.bound is None else f"-within {codec.bound}"
+    name = f"{codec.bits}-{kind}-{rounding}-axis{codec.axis}-{codec.scale_bits}"
+    return name + within
 
 
 @pytest.mark.parametrize("codec", OPTIONS, ids=ids)

@@ -40,6 +40,10 @@ def biased_swiglu(gate, up, bias, scale):
     return jax.nn.silu(gate + bias.reshape(1, -1)) * up * scale
 
 
+def gated(gate, up):
+    return jax.nn.sigmoid(gate) * up
+
+
 def clipped(x):
     return jnp.where(x > 0, jnp.minimum(x, 2), -0.5)
 
@@ -97,6 +101,12 @@ CASES = {
         (65, 208),
     ),
     "clipped, one short row": (clipped, {"bits": 4}, "float16", (1, 72)),
+    "a sigmoid's gate within a bound": (
+        gated,
+        {"bits": 4, "bounds": (1.5, None)},
+        "bfloat16",
+        (72, 312),
+    ),
 }
 # On the oldest jax as well.
 OFTEN = "SwiGLU, a group in part", "GELU of a biased x, a group in part"
@@ -116,7 +126,7 @@ def case(name: str):
     keys = jax.random.split(jax.random.key(2), 2)[:along]
     parameters = [jax.random.normal(k, shape[-1:]).astype(dtype) for k in keys]
     parameters[1:] = [p.reshape(1, -1) for p in parameters[1:]]
-    for n in range(2 if f in (swiglu, narrowed, biased_swiglu) else 1):
+    for n in range(2 if f in (swiglu, narrowed, biased_swiglu, gated) else 1):
         keys = jax.random.split(jax.random.key(n))
         x = jax.random.normal(keys[0], shape)
         x *= jnp.exp(2 * jax.random.normal(keys[1], (*shape[:-1], 1)))

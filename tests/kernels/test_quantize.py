@@ -60,6 +60,12 @@ CASES = {
         (16, 216),
     ),
     "one row of less than a group": ({"bits": 4}, "bfloat16", (1, 40)),
+    "within a bound, tails": ({"bits": 4, "bound": 0.8}, "bfloat16", (72, 320)),
+    "channels, within a bound, tails": (
+        {"bits": 8, "symmetric": False, "axis": -2, "bound": 2.2},
+        "bfloat16",
+        (2, 100, 272),
+    ),
     "channels, as q and k": (
         {"bits": 8, "symmetric": False, "axis": -3},
         "bfloat16",
@@ -91,7 +97,7 @@ CASES = {
 # On the oldest jax as well; what the others have is in one or other of these.
 OFTEN = "8 bits, 8-bit scales, tails", "stochastic, 8-bit scales"
 OFTEN += "asymmetric, float16, a group in part", "channels, stochastic, tails"
-OFTEN += ("channels, asymmetric, stochastic, tails",)
+OFTEN += "channels, asymmetric, stochastic, tails", "within a bound, tails"
 assert {*OFTEN} <= {*CASES}
 cases = pytest.mark.parametrize(
     "name",
@@ -190,6 +196,21 @@ def test_a_group_that_is_not_finite_decodes_to_nan(value, symmetric, axis):
     bad[3, 64:] = True
     found = np.isnan(np.asarray(x, np.float32)).swapaxes(-1, axis)
     np.testing.assert_array_equal(found, bad)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_within_a_bound_an_infinity_is_a_number_and_nan_is_none(axis):
+    x = jnp.ones((16, 128), jnp.bfloat16).at[3, 70].set(jnp.inf).at[5, 2].set(jnp.nan)
+    x, fields = x.swapaxes(-1, axis), {"bits": 8, "group": 64, "axis": axis}
+    with plgpu.force_gpu_interpret_mode(INTERPRETED):
+        found = api.quantize(x, bound=3.0, **fields, **KERNEL)
+    same(found, reference.quantize(x, bound=3.0, **fields))
+    x = jc.Quantized(8, axis=axis, bound=3.0)
+    x = x.decode(x.encode(jnp.full((16, 128), jnp.inf).at[5, 2].set(jnp.nan)))
+    bad = np.zeros((16, 128), bool)
+    bad[(5, slice(64)) if axis == -1 else (slice(16), 2)] = True
+    np.testing.assert_array_equal(np.isnan(x), bad)
+    np.testing.assert_allclose(x[~bad], 19.0, rtol=0.06)
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["nearest", "stochastic"])

@@ -43,7 +43,8 @@ def test_none_is_faster(asked, monkeypatch, count):
         best = min(s.seconds for s in every if some.nbytes(s) <= limit)
         found = some.fastest(limit)
         assert some.nbytes(found) <= limit
-        assert found.seconds == pytest.approx(best, rel=1e-6, abs=1e-12)
+        # One that stores more, and has less in memory, may be faster than all of them.
+        assert found.seconds <= best * (1 + 1e-6) + 1e-12
     assert some.fastest(0) is None
 
 
