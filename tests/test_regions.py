@@ -23,6 +23,11 @@ def swiglu(w, x):
     return (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
 
 
+def gated(w, x):
+    """One has a bound, beyond which a twentieth lies, the other has none."""
+    return (jax.nn.sigmoid(3 * (x @ w["gate"])) * (x @ w["up"])) @ w["down"]
+
+
 def gelu(w, x):
     return jax.nn.gelu(x @ w["up"]) @ w["down"]
 
@@ -157,7 +162,7 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    "fun", [swiglu, gelu, exact_gelu, biased], ids=lambda fun: fun.__name__
+    "fun", [swiglu, gelu, exact_gelu, biased, gated], ids=lambda fun: fun.__name__
 )
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted; the same codes, and what XLA fuses in another order."""
@@ -182,7 +187,7 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
             return jax.jit(partial(gradients, fun))(weights(), X)
 
     expected = run("xla")
-    sources = 2 if fun is swiglu else 1
+    sources = 2 if fun in (swiglu, gated) else 1
     assert not together and alone.count((2, 8, 128)) == sources
     alone.clear()
     found = run("mosaic_gpu")
