@@ -173,7 +173,7 @@ def sparse(w, x):
 
 
 def test_of_what_relu_alone_reads_its_result_is_stored():
-    """By itself 4 bits round that by 4 %; of its operand, whose size is -2, by 20 %."""
+    """That is 1 % off; of 4 bits of its operand, whose size is -2, it were 6 %."""
     w, x = normal(1, 64, 256) / 8, normal(2, 128, 64)
 
     def gradient(fun):
@@ -181,7 +181,7 @@ def test_of_what_relu_alone_reads_its_result_is_stored():
 
     small, exact = checkpointed(sparse, uniform(Q4)), gradient(sparse)
     off = jnp.linalg.norm(gradient(small) - exact) / jnp.linalg.norm(exact)
-    assert off < 0.08
+    assert off < 0.03
     rule = {"dot_general.0": Q8}  # is as many bits for what stands for it
     said = jc.explain(sparse, w, x, policy=jc.Policy(rule, default=Q4), params=0)
     stored = {row.name: row.action for row in said.rows if row.stored}
