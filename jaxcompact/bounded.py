@@ -42,10 +42,9 @@ def find_bounded(
         while len(readers[at]) == 1:
             (op,) = readers[at]
             others = set(op.reads) - {at}
-            (out, *more), made = op.outs, graph.avals[op.outs[0]]
-            same = (made.dtype, made.size) == (aval.dtype, aval.size)
-            if more or not same or not others.issubset(fixed):
+            if len(op.outs) != 1 or not others.issubset(fixed):
                 break
+            (out,) = op.outs
             if op.kind in _SIGMOIDS:
                 return Bounded(at, _SIGMOIDS[op.kind])
             if op.kind in _CLIPS:
@@ -57,7 +56,9 @@ def find_bounded(
             scales = scales and others.isdisjoint(moving)
             if not (scales or op.kind in _SHIFTS or renames(op)):
                 break
-            at = out
+            at, made = out, graph.avals[out]
+            if (made.dtype, made.size) != (aval.dtype, aval.size):
+                break
         return None
 
     found = ((v, follow(v)) for v in candidates)
