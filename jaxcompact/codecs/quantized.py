@@ -152,10 +152,10 @@ class Quantized(Codec):
             raise ValueError(f"scale_bits must be 8 or 16, got {self.scale_bits!r}")
         if self.scale_bits == 8 and not self.symmetric:
             raise ValueError("scale_bits must be 16 if symmetric is False, got 8")
-        known = isinstance(self.bound, int | float) and not isinstance(self.bound, bool)
-        if self.bound is not None and not (known and 0 < self.bound < math.inf):
+        known = type(self.bound) in (int, float) and 1e-30 <= self.bound <= 1e30
+        if self.bound is not None and not known:
             raise ValueError(
-                f"bound must be None or a positive number, got {self.bound!r}"
+                f"bound must be None or a number from 1e-30 to 1e30, got {self.bound!r}"
             )
 
     def supports(self, dtype: Any) -> bool:
@@ -227,9 +227,10 @@ class Quantized(Codec):
             group=self._group(size),
             size=size,
             axis=self.axis,
-            dtype=encoded.dtype,
+            dtype=encoded.dtype if self.bound is None else jnp.float32,
         )
-        return stretched(x, self.bound).reshape(shape).reshape(encoded.shape)
+        x = stretched(x, self.bound).astype(encoded.dtype)
+        return x.reshape(shape).reshape(encoded.shape)
 
     def activates(
         self, f: Callable[..., jax.Array], xs: Sequence[Any], parameters: Sequence[Any]
@@ -324,7 +325,7 @@ class Quantized(Codec):
         Where there is no such kernel, x is decoded first.
         """
         whole = encoded.parts == 1 and self._grouped(encoded.shape) == encoded.shape
-        if self.axis != -1 or not whole:
+        if self.axis != -1 or not whole or self.bound is not None:
             tokens = tuple(range(dy.ndim - 1))
             numbers = (tokens, tokens), ((), ())
             return jax.lax.dot_general(self.decode(encoded), dy, numbers, **product)

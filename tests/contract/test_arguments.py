@@ -143,6 +143,7 @@ expect(jc.Quantized, bits=BITS, symmetric=FLAG, stochastic=FLAG, axis=whole(most
 expect(
     jc.Quantized, group_size=lambda v: SIZE(v) and not v % 2, scale_bits=one_of(8, 16)
 )
+expect(jc.Quantized, bound=either(one_of(None), real(1e-30, 1e30, int, float)))
 expect(jc.OutlierQuantized, bits=BITS, slots=FRACTION, symmetric=FLAG)
 expect(jc.OutlierQuantized, threshold=real(LEAST, math.inf, int, float))
 expect(jc.Float8, group_size=SIZE)
