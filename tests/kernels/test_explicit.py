@@ -72,12 +72,13 @@ def parts(monkeypatch):
         found["dequantize"] = x.shape
         return x
 
-    def activated(f, xs, parameters, *, columns, **fields):
+    def activated(f, xs, parameters, *, columns, bounds, **fields):
         found["activate"] = xs[0].shape, *(p.shape for p in parameters)
         along = varying_as(xs, parameters)
         known = dict(zip((*f.xs, *f.parameters), (*xs, *along), strict=True))
         y = evaluated(f.y, known, lambda a, *forms: jnp.broadcast_to(a, xs[0].shape))
-        return y, [reference.quantize(x, **fields) for x in xs]
+        pairs = zip(xs, bounds, strict=True)
+        return y, [reference.quantize(x, bound=b, **fields) for x, b in pairs]
 
     def weighed(codes, stored_t, dy, *, bits, size, columns, splits, steps):
         found["weigh"] = size, dy.shape
