@@ -66,8 +66,11 @@ def errors(fun, w, x, policy):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("scale", [1, 4, 32])
-@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.015), ("int4", 0.2)])
+@pytest.mark.parametrize("scale", [pytest.param(1, marks=pytest.mark.slow), 4, 32])
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [pytest.param("int8", 0.015, marks=pytest.mark.slow), ("int4", 0.2)],
+)
 def test_gradients_are_near_whatever_the_size(name, scale, policy, bound):
     """Rounded as they are, 0.3 at 4 and above 1 at 32."""
     policy = getattr(jc.policies, policy)()

@@ -266,6 +266,7 @@ def test_compiled_for_hopper(name):
         assert kernels_in(compiled(run, *shapes)) == 1
 
 
+@pytest.mark.slow
 def test_each_operation_compiles():
     """On sums and on parameters, where elementwise functions are of entries."""
 

@@ -151,6 +151,7 @@ def test_loops_are_exact_where_there_is_room(grown, monkeypatch, tmp_path):
     assert jc.Quantized not in inside(whole)
 
 
+@pytest.mark.slow
 def test_a_plans_error_is_also_that_of_its_loops(grown, monkeypatch, tmp_path):
     """As measured: by the noise of their three tensors 4 bits would do."""
     make_gradient, found = grown

@@ -77,6 +77,7 @@ def test_budgets_are_kept_with_a_cards_kernels(tmp_path, monkeypatch):
     assert 0.7 * found.budget < found.peak_bytes <= found.budget
 
 
+@pytest.mark.slow
 def test_a_larger_budget_is_not_slower(tmp_path, monkeypatch):
     """Of a block whose sizes the model is far from."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
@@ -93,6 +94,7 @@ def test_a_larger_budget_is_not_slower(tmp_path, monkeypatch):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_programs(plan):
     found = plan("250MiB")
     wrapped = jc.checkpoint(block, policy=found, params=0, prevent_cse=False)

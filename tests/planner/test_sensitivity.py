@@ -303,6 +303,7 @@ def normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
+@pytest.mark.slow
 def test_the_gradient_alone_is_measured():
     """What else is returned would count as a part of it that no rounding moves."""
     w = {"up": normal(0, 2, 32, 64) / 6, "down": normal(1, 2, 64, 32) / 8}

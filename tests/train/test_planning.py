@@ -67,6 +67,7 @@ def relative(a, b):
     return float(norm(jax.tree.map(jnp.subtract, a, b)) / norm(b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method, cfg",
     [

@@ -221,6 +221,7 @@ def gradient(checkpoint: str):
 
 
 # Each way that there is: recomputed, encoded, attention run again, on the host.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpoint",
     ["int4", *(pytest.param(c, marks=SLOW) for c in ("nothing", "int3", "offload"))],

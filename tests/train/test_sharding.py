@@ -162,6 +162,7 @@ GPT2 = GPT2Config(**SHAPES, dropout=0.1)
 ROBERTA = RobertaConfig(**SHAPES, mask_id=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "mesh", "keywords"),
     [
