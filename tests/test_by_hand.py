@@ -107,10 +107,11 @@ def test_a_loop():
             xs.append(jnp.tanh(xs[-1] @ w[i]))
         moved = [None] * 3
         for i in reversed(range(3)):
-            dh = ct * (1.0 - jnp.tanh(coded(Q4, xs[i] @ w[i])) ** 2)
+            dh = ct * (1.0 - jnp.tanh(coded(bounded, xs[i] @ w[i])) ** 2)
             moved[i], ct = coded(Q4, xs[i]).T @ dh, dh @ w[i].T
         return jnp.stack(moved), ct
 
+    bounded = jc.Quantized(4, bound=3.0)
     ct = normal(11, 8, 64)
     got = jax.vjp(checkpointed(fun, uniform(Q4)), LAYERS, X)[1](ct)
     assert relative(got, by_hand(LAYERS, X, ct)) < ULPS

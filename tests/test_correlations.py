@@ -85,7 +85,7 @@ def test_they_are_whole_and_what_they_are_of_has_8_bits():
     wrapped = jc.checkpoint(barlow_twins, policy=jc.policies.int4(), params=0)
     rows = jc.explain(wrapped, PARAMS, X).rows
     actions = [row.action for row in rows if row.name.startswith("dot_general")]
-    hidden, features = "Quantized(bits=4)", "Quantized(bits=8)"
+    hidden, features = "Quantized(bits=4, bound=3.0)", "Quantized(bits=8)"
     assert actions == [hidden, features, hidden, features, "Save()"]
 
 
