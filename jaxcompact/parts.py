@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import BLOCKS
+from jaxcompact.kinds import ADDITIONS, BLOCKS
 
 # Of one operand, whose numbers no gradient reads.
 _LAYOUTS = frozenset("copy reshape transpose".split())
@@ -42,13 +42,23 @@ def find_parts(
 
 
 def find_slices(
-    graph: Graph, readers: Mapping[int, list[Op]], candidates: Collection[int]
+    graph: Graph,
+    readers: Mapping[int, list[Op]],
+    candidates: Collection[int],
+    fixed: Collection[int],
 ) -> dict[int, list[int]]:
-    """What each candidate is cut into, of those that are read as slices alone."""
+    """What each candidate is cut into, of those that are read as slices alone, once
+    ``fixed`` values are added."""
+
+    def is_whole(op: Op, at: int) -> bool:
+        moved = op.kind in ADDITIONS and all(v == at or v in fixed for v in op.reads)
+        same = graph.avals[op.outs[0]].dtype == graph.avals[at].dtype if moved else True
+        return op.kind in _LAYOUTS or (moved and same)
+
     found = {}
     for value in _made(graph, candidates):
         at = value
-        while len(readers[at]) == 1 and readers[at][0].kind in _LAYOUTS:
+        while len(readers[at]) == 1 and is_whole(readers[at][0], at):
             (at,) = readers[at][0].outs
         ops = readers[at]
         slices = [v for op in ops for v in op.outs]

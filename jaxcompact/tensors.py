@@ -120,7 +120,8 @@ class Tensors:
         self._add_names()
         self._move_to_sums()
         self._move_to_parts()
-        self._move_to_slices(exponents)
+        if self._move_to_slices(exponents, moving):
+            self._move_to_sums()
         self._cut_chains()
         enlarged = self._add_norms()
         of = given, self.data, self.fixed
@@ -279,8 +280,8 @@ class Tensors:
                         discrete=discrete,
                     )
 
-    def _move_to_sums(self) -> None:
-        """What is only read as a sum, as LoRA's products, is stored as that."""
+    def _sums(self, cut: Mapping[int, Iterable[int]]) -> dict[Op, tuple[int, ...]]:
+        """What is only read as a sum, of tensors or of what they are ``cut`` into."""
         whole = {
             value
             for value, tensor in self.found.items()
@@ -290,9 +291,14 @@ class Tensors:
         }
         # Inputs of which nobody said whether they are parameters are kept as they are.
         stored = {v for v in whole if self.known or self.found[v].kind != "input"}
-        streams = find_streams(self.graph, stored, self.expensive)
-        sums = find_sums(self.graph, self.readers, self.fixed, whole, streams)
-        for op, terms in sums.items():
+        parts = {part for value in whole & cut.keys() for part in cut[value]}
+        streams = find_streams(self.graph, stored | parts, self.expensive)
+        whole = whole - cut.keys() | parts
+        return find_sums(self.graph, self.readers, self.fixed, whole, streams)
+
+    def _move_to_sums(self) -> None:
+        """What is only read as a sum, as LoRA's products, is stored as that."""
+        for op, terms in self._sums({}).items():
             (value,) = op.outs
             for term in terms:
                 del self.found[term]
@@ -307,17 +313,18 @@ class Tensors:
         for value, part in find_parts(self.graph, self.readers, made).items():
             self._put(self.found.pop(value), part)
 
-    def _move_to_slices(self, exponents: Set[int]) -> None:
+    def _move_to_slices(self, exponents: Set[int], moving: Set[int]) -> bool:
         """What exponentials read a lesser part of, as of Mamba's input, is in parts.
 
         And that of which slices are read that make no more than half of it, as the
-        corners of a spectrum. Else it is one, as q and k beside v, and has as many bits
-        as these want.
+        corners of a spectrum; all of which have bounds, as an LSTM's gates; or which
+        are sums with others, as a GRU's. Else it is one, as q and k beside v, and has
+        as many bits as these want. Whether any is.
         """
         made = {v for v, t in self.found.items() if t.kind == "op" and t.floating}
-        cut = find_slices(self.graph, self.readers, made)
+        cut = find_slices(self.graph, self.readers, made, self.fixed)
         if not cut:
-            return
+            return False
         stops = made.union(*cut.values())
         of = self.graph, self.fixed, stops, self.known, (), self.tables
         attention = find_attention(*of)
@@ -326,13 +333,20 @@ class Tensors:
         def entries(values: Iterable[int]) -> int:
             return sum(self.graph.avals[v].size for v in values)
 
+        parts = set().union(*cut.values())
+        of = self.graph, self.readers, self.fixed, moving, ()
+        bounded = find_bounded(*of, parts).keys()
+        summed = {v for terms in self._sums(cut).values() for v in parts & {*terms}}
+        before = len(self.found)
         for value, slices in cut.items():
             whole = entries([value])
             lesser = 0 < 2 * entries(read.intersection(slices)) <= whole
-            if lesser or 2 * entries(slices) <= whole:
+            less = lesser or 2 * entries(slices) <= whole
+            if less or bounded >= {*slices} or not summed.isdisjoint(slices):
                 tensor = self.found.pop(value)
                 for i, part in enumerate(slices):
                     self._put(replace(tensor, name=f"{tensor.name}.{i}"), part)
+        return len(self.found) > before
 
     def _put(self, tensor: Tensor, part: int) -> None:
         """In place of a tensor a part of it, which keeps a name of its own."""

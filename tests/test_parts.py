@@ -137,6 +137,45 @@ def test_slices_of_no_more_than_half_are_stored_alone(fun, name):
     assert 0.01 < jnp.linalg.norm(grad - exact) / jnp.linalg.norm(exact) < 0.2
 
 
+def gates(w, x):
+    """As an LSTM's: sums of two products and a bias, in one."""
+    i, f, g, o = jnp.split(x @ w + x @ w.T + w[0][None], 4, axis=1)
+    c = jax.nn.sigmoid(f) * x[:, :4] + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return jax.nn.sigmoid(o) * jnp.sin(c)
+
+
+def test_gates_that_are_made_together_have_bounds_as_if_they_were_not():
+    found = candidates(gates, W, X)
+    bounds = [found[f"add.0.{i}"].bound for i in range(4)]
+    assert bounds == [6, 6, 3, 6] and "add.0" not in found
+
+    def one_is_squared(w, x):
+        a, b = jnp.split(x @ w, 2, axis=1)
+        return jax.nn.sigmoid(a) * b**2
+
+    assert "dot_general.0" in candidates(one_is_squared, W, X)
+
+
+def reset(w, x):
+    """As a GRU's: of two products some parts are read as sums, one is not."""
+    of_x, of_h = (jnp.split(y, [4, 8], axis=1) for y in (x @ w, x @ w.T))
+    r, z = (jax.nn.sigmoid(a + b) for a, b in zip(of_x[:2], of_h[:2], strict=True))
+    z = jnp.concatenate([z, z], axis=1)
+    return z * jnp.tanh(of_x[2] + jnp.concatenate([r, r], axis=1) * of_h[2])
+
+
+def test_parts_that_are_read_as_sums_are_stored_as_these():
+    """Two of six of a GRU's, a fourth of the bytes."""
+    found = candidates(reset, W, X)
+    names = [n for n, t in found.items() if t.kind == "op" and not t.cheap]
+    assert sorted(names) == ["add.0", "add.1", "add.2", "dot_general.1.2"]
+    assert [found[f"add.{i}"].bound for i in range(3)] == [6, 6, 3]
+    w, x = (jax.random.normal(jax.random.key(i), (n, 16)) for i, n in ((0, 16), (1, 8)))
+    small = jc.checkpoint(reset, policy=jc.policies.int8(), params=0)
+    exact, grad = (jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (reset, small))
+    assert jnp.linalg.norm(grad - exact) < 0.02 * jnp.linalg.norm(exact)
+
+
 def stored_in(fun, policy):
     return jc.explain(fun, W, X, policy=policy, params=0).stored
 

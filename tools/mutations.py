@@ -1040,6 +1040,29 @@ MUTATIONS = [
         "tests/test_bounded.py::test_what_is_not_flat_has_no_bound",
     ),
     Mutation(
+        "gates that are made together have one bound, or none",
+        "jaxcompact/tensors.py",
+        "less or bounded >= {*slices} or",
+        "less or",
+        "tests/test_parts.py::"
+        "test_gates_that_are_made_together_have_bounds_as_if_they_were_not",
+    ),
+    Mutation(
+        "a tensor is cut where one slice has a bound",
+        "jaxcompact/tensors.py",
+        "bounded >= {*slices}",
+        "not bounded.isdisjoint(slices)",
+        "tests/test_parts.py::"
+        "test_gates_that_are_made_together_have_bounds_as_if_they_were_not",
+    ),
+    Mutation(
+        "parts that are read as sums are stored one by one",
+        "jaxcompact/tensors.py",
+        "if self._move_to_slices(exponents, moving):",
+        "if not self._move_to_slices(exponents, moving):",
+        "tests/test_parts.py::test_parts_that_are_read_as_sums_are_stored_as_these",
+    ),
+    Mutation(
         "what a learned factor reads has a bound",
         "jaxcompact/bounded.py",
         "scales = scales and others.isdisjoint(moving)",
