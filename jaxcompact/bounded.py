@@ -1,12 +1,11 @@
 """Functions that are flat beyond bounds: what they are of is stored within these.
 
-Beyond them it may be of any size, infinite in float16; what is rounded with it would be
-as coarse as that, or nothing. A sigmoid's operand is stored within a bound, a clip's
-within the larger of its two, and what was clipped by itself; of relu the result is.
+Beyond them it may be of any size, infinite in float16; what is rounded with it would
+be as coarse as that, or nothing. A sigmoid's operand has a bound, and a clip's; what
+was clipped is stored by itself. In the place of relu's operand its result is stored.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ADDITIONS, renames
@@ -15,69 +14,133 @@ from jaxcompact.spans import Span, find_spans, span_of
 # Where a hundredth is left of the slope, or less.
 _SIGMOIDS = {"erf": 2.2, "logistic": 6.0, "tanh": 3.0}
 _CLIPS = frozenset("clamp max min".split())
-_SHIFTS = ADDITIONS | {"convert_element_type"}
+_SAME = frozenset("broadcast_in_dim convert_element_type copy expand_dims neg".split())
+# Times the bound, where something is added that is not known, as a bias.
+_BIASED_SIGMOID, _BIASED_CLIP = 4 / 3, 2.0
+_LEAST, _MOST = 1e-30, 1e30  # that `Quantized` takes
 
 
-class Bounded(NamedTuple):
-    """A value, and the bound within which it is stored, if it has one."""
-
-    value: int
-    bound: float | None = None
-
-
-def find_bounded(
+def find_bounds(
     graph: Graph,
     readers: Mapping[int, Sequence[Op]],
     fixed: Collection[int],
-    moving: Collection[int],
-    steps: Collection[int],
     candidates: Collection[int],
-) -> dict[int, Bounded]:
-    """What is stored for those of which such a function alone is read, once something
-    is added to them, or they are scaled; ``steps``: what relus make."""
+    named: Collection[int],
+) -> dict[int, float]:
+    """Of those of which such a function alone is read, once something is added to them,
+    or they are scaled. ``named``: values that may have a rule of their own."""
     spans = find_spans(graph)
+    found = {}
+    for value in candidates:
+        bound = _Chain(spans).bound(value, readers, fixed, named)
+        if _LEAST <= bound <= _MOST:
+            found[value] = bound
+    return found
 
-    def follow(value: int) -> Bounded | None:
-        at, aval = value, graph.avals[value]
+
+class _Chain:
+    """What x is made into: ``scale * x + shift``, and a bias that is not known."""
+
+    def __init__(self, spans: Mapping[int, Span]):
+        self.spans = spans
+        self.scale, self.shift, self.biased = 1.0, 0.0, False
+        self.ends: dict[str, float] = {}  # that it was clipped to just now
+
+    def bound(
+        self,
+        at: int,
+        readers: Mapping[int, Sequence[Op]],
+        fixed: Collection[int],
+        named: Collection[int],
+    ) -> float:
+        """The least of those of all functions in a row."""
+        bound = float("inf")
         while len(readers[at]) == 1:
             (op,) = readers[at]
-            others = set(op.reads) - {at}
-            if len(op.outs) != 1 or not others.issubset(fixed):
+            if not _is_of_one(op, at, fixed):
                 break
-            (out,) = op.outs
             if op.kind in _SIGMOIDS:
-                return Bounded(at, _SIGMOIDS[op.kind])
+                b = _SIGMOIDS[op.kind]
+                return min(bound, self._of(-b, b, _BIASED_SIGMOID))
             if op.kind in _CLIPS:
-                bound = _of_clip(at, readers, spans)
-                return None if bound is None else Bounded(at, bound)
-            if out in steps:
-                return Bounded(out)
-            scales = op.kind == "mul" or (op.kind == "div" and op.ins[0] == at)
-            scales = scales and others.isdisjoint(moving)
-            if not (scales or op.kind in _SHIFTS or renames(op)):
+                if not self._clip(op, at):
+                    break
+                if len(self.ends) == 2:
+                    low, high = self.ends["max"], self.ends["min"]
+                    bound = min(bound, self._of(low, high, _BIASED_CLIP))
+            elif not self._move(op, at):
                 break
-            at, made = out, graph.avals[out]
-            if (made.dtype, made.size) != (aval.dtype, aval.size):
+            (at,) = op.outs
+            if at in named:
                 break
-        return None
+        return bound
 
-    found = ((v, follow(v)) for v in candidates)
-    return {v: bounded for v, bounded in found if bounded is not None}
+    def _of(self, low: float, high: float, biased: float) -> float:
+        ends = (abs(end - self.shift) for end in (low, high))
+        return max(ends) / abs(self.scale) * (biased if self.biased else 1.0)
+
+    def _clip(self, op: Op, at: int) -> bool:
+        by = [span_of(v, self.spans) for v in op.ins if v != at]
+        if None in by:
+            return False
+        kinds = ("max", "min") if op.kind == "clamp" else (op.kind,)
+        for kind, (low, high) in zip(kinds, by, strict=True):
+            self.ends[kind] = low if kind == "max" else high
+        return True
+
+    def _move(self, op: Op, at: int) -> bool:
+        """Whether it is known what an operation makes of it."""
+        self.ends = {}
+        if op.kind in _SAME or renames(op):
+            sign = -1 if op.kind == "neg" else 1
+            self.scale, self.shift = sign * self.scale, sign * self.shift
+            return True
+        other = next((v for v in op.ins if v != at), at)
+        low, high = span_of(other, self.spans) or (None, None)
+        known = low is not None and low == high
+        if op.kind in ADDITIONS:
+            if op.kind == "sub" and op.ins[1] == at:
+                self.scale, self.shift = -self.scale, -self.shift
+            elif op.kind == "sub" and known:
+                low = -low
+            self.shift += low if known else 0.0
+            self.biased |= not known
+            return True
+        divides = op.kind == "div" and op.ins[0] == at
+        if known and low and (op.kind == "mul" or divides):
+            factor = 1 / low if divides else low
+            self.scale, self.shift = factor * self.scale, factor * self.shift
+            return True
+        return False
 
 
-def _of_clip(
-    value: int, readers: Mapping[int, Sequence[Op]], spans: Mapping[int, Span]
-) -> float | None:
-    """The larger of the bounds that a value is clipped to, one after the other, if it
-    is on both sides, by known numbers."""
-    ends: set[str] = set()
-    bound, at = 0.0, value
-    while len(readers[at]) == 1 and ends != {"max", "min"}:
-        (op,) = readers[at]
-        by = [span_of(v, spans) for v in op.ins if v != at]
-        if op.kind not in _CLIPS or None in by:
-            return None
-        ends |= {"max", "min"} if op.kind == "clamp" else {op.kind}
-        bound = max(bound, *(abs(end) for span in by for end in span))
-        (at,) = op.outs
-    return bound if ends == {"max", "min"} and 0 < bound < float("inf") else None
+def _is_of_one(op: Op, value: int, fixed: Collection[int]) -> bool:
+    return len(op.outs) == 1 and all(v == value or v in fixed for v in op.reads)
+
+
+def find_results(
+    graph: Graph,
+    readers: Mapping[int, Sequence[Op]],
+    fixed: Collection[int],
+    candidates: Collection[int],
+    steps: Collection[int],
+    named: Collection[int],
+) -> dict[int, int]:
+    """Of those of which alone relu is read, once something is added, what it makes;
+    ``steps``: what relus make."""
+    found = {}
+    for value in candidates:
+        at, aval = value, graph.avals[value]
+        while len(readers[at]) == 1 and (at == value or at not in named):
+            (op,) = readers[at]
+            if not _is_of_one(op, at, fixed):
+                break
+            if not (op.outs[0] in steps or op.kind in ADDITIONS or renames(op)):
+                break
+            (at,) = op.outs
+            if at in steps:
+                made = graph.avals[at]
+                if (made.dtype, made.size) == (aval.dtype, aval.size):
+                    found[value] = at
+                break
+    return found

@@ -61,7 +61,7 @@ class Replay:
     Attributes:
         tensors: what the policy sees of the graph's values.
         chosen: value or residual -> its tensor, the action, and why.
-        stands_for: what is stored -> in which value's place (`find_bounded`).
+        stands_for: what is stored -> in which value's place (`find_results`).
         recording: the forward pass with all that may be stored.
         slots: what is stored beside inputs that are kept as they are.
         kept: inputs that are kept as they are.
@@ -89,7 +89,7 @@ class Replay:
         self.moving = moving_values(replace(graph, outputs=outputs), perturbed)
         self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
-        self.stands_for = self._bounded()
+        self.stands_for = self._results()
         self.slopes = {
             v
             for v, (_, action, _) in self.chosen.items()
@@ -103,15 +103,14 @@ class Replay:
             self.chosen[value] = self._decide(tensor, value, source)
         self._trace_backward()
 
-    def _bounded(self) -> dict[int, int]:
+    def _results(self) -> dict[int, int]:
         """What is stored in the place of what is encoded, or probed, if it is not by
         itself."""
         asked, found = getattr(self.policy, "asked", ()), {}
-        for value, (result, _) in self.tensors.bounded.items():
+        for value, result in self.tensors.results.items():
             tensor, action, _ = self.chosen[value]
-            other, own, _ = self.chosen.get(result, (None, Recompute(), None))
-            bits = isinstance(own, Derivative) or not (other and other.step)
-            encoded = type(action) is Quantized and bits
+            _, own, _ = self.chosen[result]
+            encoded = type(action) is Quantized and isinstance(own, Derivative)
             if (encoded or tensor.name in asked) and of_value(own) == Recompute():
                 found[result] = value
         return found

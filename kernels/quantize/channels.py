@@ -150,6 +150,7 @@ def dequantize(
     group: int,
     size: int,
     dtype: jnp.dtype,
+    bound: float | None,
     columns: int,
 ) -> jax.Array:
     """The inverse, ``dtype[b, size, c]``."""
@@ -181,8 +182,8 @@ def dequantize(
             rows = (codes_smem.at[i + lane * eighth] for lane in range(bits))
             packed = [plgpu.load(a, layout=spread).astype(jnp.int32) for a in rows]
             for lane, code in enumerate(_unpacked(packed, bits)):
-                x = levels.value(code, scale, low, bits=bits, dtype=dtype)
-                x_smem[i + lane * eighth] = x
+                of = {"bits": bits, "dtype": dtype, "bound": bound}
+                x_smem[i + lane * eighth] = levels.value(code, scale, low, **of)
 
         plgpu.commit_smem()
         token = pl.ds(g * group, group)

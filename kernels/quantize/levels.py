@@ -48,10 +48,8 @@ def squeezed(x: jax.Array, bound: float | None) -> jax.Array:
     return jnp.where(jnp.abs(x) > bound, there, x)  # not a NaN
 
 
-def stretched(x: jax.Array, bound: float | None) -> jax.Array:
+def stretched(x: jax.Array, bound: float) -> jax.Array:
     """The inverse, up to ``bound * 19 / 3``."""
-    if bound is None:
-        return x
     return x + (_SQUEEZED - 1) * (x - jnp.clip(x, -bound, bound))
 
 
@@ -128,9 +126,19 @@ def code(x: jax.Array, of: Levels, u: jax.Array | None, *, bits: int) -> jax.Arr
 
 
 def value(
-    code: jax.Array, scale: jax.Array, low: jax.Array | None, *, bits: int, dtype
+    code: jax.Array,
+    scale: jax.Array,
+    low: jax.Array | None,
+    *,
+    bits: int,
+    dtype,
+    bound: float | None = None,
 ) -> jax.Array:
     """The inverse, as ``dtype``; ``scale`` and ``low`` float32."""
+    if bound is not None:
+        # What is stretched is 19/3 of the bound at most.
+        x = value(code, scale, low, bits=bits, dtype=jnp.float32)
+        return saturated(stretched(x, bound), dtype)
     bits_of = code.astype(jnp.int32) | np.float32(2.0**23).view(np.int32)
     number = jax.lax.bitcast_convert_type(bits_of, jnp.float32)
     if low is None:

@@ -113,6 +113,7 @@ def dequantize(
     group: int,
     size: int,
     dtype: jnp.dtype,
+    bound: float | None,
     groups: int,
 ) -> jax.Array:
     """The inverse, ``dtype[rows, size]``.
@@ -140,7 +141,7 @@ def dequantize(
         plgpu.barrier_wait(arrived)
         for g in range(groups):
             packed = load(codes_smem, g * width, width, layout(width, dtype))
-            x = decoded(packed, [a.at[g] for a in levels_smem], bits, dtype)
+            x = decoded(packed, [a.at[g] for a in levels_smem], bits, dtype, bound)
             store(x_smem, g * group, x)
         plgpu.commit_smem()
         for target, smem in in_strips(x_hbm.at[row], first * group, x_smem):
@@ -168,7 +169,13 @@ def _held(groups: int, group: int, width: int, dtype: jnp.dtype) -> int:
     return min(groups, SHARED // one)
 
 
-def decoded(packed: jax.Array, of: Sequence, bits: int, dtype: jnp.dtype) -> jax.Array:
+def decoded(
+    packed: jax.Array,
+    of: Sequence,
+    bits: int,
+    dtype: jnp.dtype,
+    bound: float | None = None,
+) -> jax.Array:
     """One group's 64 rows, from its codes, and its levels in shared memory."""
     width = packed.shape[1]
     spread, packed = layout(width, dtype), packed.astype(jnp.int32)
@@ -176,8 +183,8 @@ def decoded(packed: jax.Array, of: Sequence, bits: int, dtype: jnp.dtype) -> jax
     of = [scales.load(of[0]), *(low.astype(jnp.float32) for low in of[1:]), None]
     scale, low = (_over(a, width) for a in of[:2])
     lanes = ((packed >> (bits * lane)) & (2**bits - 1) for lane in range(8 // bits))
-    parts = [levels.value(code, scale, low, bits=bits, dtype=dtype) for code in lanes]
-    return jnp.concatenate(parts, 1)
+    kind = {"bits": bits, "dtype": dtype, "bound": bound}
+    return jnp.concatenate([levels.value(c, scale, low, **kind) for c in lanes], 1)
 
 
 def encoded(

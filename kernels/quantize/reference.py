@@ -182,6 +182,7 @@ def dequantize(
     size: int,
     axis: int = -1,
     dtype: jnp.dtype,
+    bound: float | None = None,
 ) -> jax.Array:
     """The inverse, as ``dtype[..., size, ...]``."""
     codes = split_groups(codes, group=group * bits // 8, axis=axis)
@@ -190,7 +191,7 @@ def dequantize(
     if lows is not None:
         lows = jnp.expand_dims(lows.astype(jnp.float32), axis)
     # Cast first: whatever of this reaches memory is then no larger than x.
-    x = levels.value(codes, scale, lows, bits=bits, dtype=dtype)
+    x = levels.value(codes, scale, lows, bits=bits, dtype=dtype, bound=bound)
     return join_groups(x, size=size, axis=axis)
 
 
