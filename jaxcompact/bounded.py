@@ -25,14 +25,13 @@ def find_bounds(
     readers: Mapping[int, Sequence[Op]],
     fixed: Collection[int],
     candidates: Collection[int],
-    named: Collection[int],
 ) -> dict[int, float]:
     """Of those of which such a function alone is read, once something is added to them,
-    or they are scaled. ``named``: values that may have a rule of their own."""
+    or they are scaled."""
     spans = find_spans(graph)
     found = {}
     for value in candidates:
-        bound = _Chain(spans).bound(value, readers, fixed, named)
+        bound = _Chain(spans).bound(value, readers, fixed)
         if _LEAST <= bound <= _MOST:
             found[value] = bound
     return found
@@ -47,15 +46,11 @@ class _Chain:
         self.ends: dict[str, float] = {}  # that it was clipped to just now
 
     def bound(
-        self,
-        at: int,
-        readers: Mapping[int, Sequence[Op]],
-        fixed: Collection[int],
-        named: Collection[int],
+        self, at: int, readers: Mapping[int, Sequence[Op]], fixed: Collection[int]
     ) -> float:
         """The least of those of all functions in a row."""
         bound = float("inf")
-        while len(readers[at]) == 1:
+        while len(readers[at]) == 1 and self.scale:  # or it became too small
             (op,) = readers[at]
             if not _is_of_one(op, at, fixed):
                 break
@@ -71,8 +66,6 @@ class _Chain:
             elif not self._move(op, at):
                 break
             (at,) = op.outs
-            if at in named:
-                break
         return bound
 
     def _of(self, low: float, high: float, biased: float) -> float:
@@ -126,8 +119,10 @@ def find_results(
     steps: Collection[int],
     named: Collection[int],
 ) -> dict[int, int]:
-    """Of those of which alone relu is read, once something is added, what it makes;
-    ``steps``: what relus make."""
+    """Of those of which alone relu is read, once something is added, what it makes.
+
+    ``steps``: what relus make; ``named``: values that may have a rule of their own.
+    """
     found = {}
     for value in candidates:
         at, aval = value, graph.avals[value]

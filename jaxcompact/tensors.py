@@ -170,7 +170,7 @@ class Tensors:
         steps = {v for v in self.functions if self.found[v].step}
         of = graph, self.readers, self.fixed
         self.results = find_results(*of, plain, steps, named)
-        for value, bound in find_bounds(*of, plain, named).items():
+        for value, bound in find_bounds(*of, plain).items():
             self.found[value] = replace(self.found[value], bound=bound)
 
     def _is_plain(self, value: int) -> bool:
@@ -335,8 +335,7 @@ class Tensors:
             return sum(self.graph.avals[v].size for v in values)
 
         parts = set().union(*cut.values())
-        of = self.graph, self.readers, self.fixed, parts, self.found
-        bounded = find_bounds(*of).keys()
+        bounded = find_bounds(self.graph, self.readers, self.fixed, parts).keys()
         summed = {v for terms in self._sums(cut).values() for v in parts & {*terms}}
         before = len(self.found)
         for value, slices in cut.items():
