@@ -51,9 +51,10 @@ def find_slices(
     ``fixed`` values are added."""
 
     def is_whole(op: Op, at: int) -> bool:
-        moved = op.kind in ADDITIONS and all(v == at or v in fixed for v in op.reads)
-        same = graph.avals[op.outs[0]].dtype == graph.avals[at].dtype if moved else True
-        return op.kind in _LAYOUTS or (moved and same)
+        if op.kind not in ADDITIONS:
+            return op.kind in _LAYOUTS
+        same = graph.avals[op.outs[0]].dtype == graph.avals[at].dtype
+        return same and all(v == at or v in fixed for v in op.reads)
 
     found = {}
     for value in _made(graph, candidates):

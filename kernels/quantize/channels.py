@@ -182,8 +182,8 @@ def dequantize(
             rows = (codes_smem.at[i + lane * eighth] for lane in range(bits))
             packed = [plgpu.load(a, layout=spread).astype(jnp.int32) for a in rows]
             for lane, code in enumerate(_unpacked(packed, bits)):
-                of = {"bits": bits, "dtype": dtype, "bound": bound}
-                x_smem[i + lane * eighth] = levels.value(code, scale, low, **of)
+                kind = {"bits": bits, "dtype": dtype, "bound": bound}
+                x_smem[i + lane * eighth] = levels.value(code, scale, low, **kind)
 
         plgpu.commit_smem()
         token = pl.ds(g * group, group)
