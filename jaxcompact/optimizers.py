@@ -82,7 +82,8 @@ def in_subspace(
             new P. For those take a period that is longer than the run; for
             `optax.contrib.sam`, which goes inside, a multiple of its ``sync_period``.
             What gives gradients, or zeros like them, in the place of updates goes
-            inside too: ``apply_if_finite``.
+            inside too: ``apply_if_finite``, ``conditionally_mask``. To freeze a kernel
+            of the subspace chain ``optax.masked(optax.set_to_zero(), ...)`` after it.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
     is none, for parameters that do not fit the subspace, for an update without
