@@ -90,8 +90,8 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
     else:
         decoded = F32(2 * code - 1 if bits == 1 else code - top) * scale
     if codec.bound is not None:
-        beyond = decoded - np.clip(decoded, -codec.bound, codec.bound)
-        decoded = decoded + F32(15) * beyond
+        far, more = F32(16) * decoded, F32(15 * codec.bound)
+        decoded = np.maximum(np.minimum(decoded, far + more), far - more)
     return code.astype(int), scale, low, decoded
 
 
