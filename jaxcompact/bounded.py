@@ -14,7 +14,7 @@ from jaxcompact.spans import Span, find_spans, span_of
 # Where a hundredth is left of the slope, or less.
 _SIGMOIDS = {"erf": 2.2, "logistic": 6.0, "tanh": 3.0}
 _CLIPS = frozenset("clamp max min".split())
-_SAME = frozenset("broadcast_in_dim convert_element_type copy expand_dims neg".split())
+_SAME = frozenset("broadcast_in_dim convert_element_type neg".split())
 # Times the bound, where something is added that is not known, as a bias.
 _BIASED_SIGMOID, _BIASED_CLIP = 4 / 3, 2.0
 _LEAST, _MOST = 1e-30, 1e30  # that `Quantized` takes

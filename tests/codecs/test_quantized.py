@@ -323,3 +323,17 @@ def test_bad_arguments(arguments, message):
 def test_an_axis_that_is_not_there():
     with pytest.raises(ValueError, match=r"axis -2 needs .* got \(3,\)"):
         Quantized(axis=-2).encode(jnp.ones(3))
+
+
+def test_within_a_bound_products_are_of_what_is_decoded():
+    """Kernels decode for them, or encode what they make, without one."""
+    codec, key = Quantized(4, bound=1.0), jax.random.key(0)
+    x, dy = 3 * jax.random.normal(key, (64, 128)), jax.random.normal(key, (64, 32))
+    encoded = codec.encode(x)
+    found = codec.weight_gradient(encoded, dy)
+    exact = codec.decode(encoded).T @ dy
+    np.testing.assert_allclose(found, exact, atol=1e-5 * abs(exact).max())
+    p = jnp.eye(128)[:, :64]
+    found, exact = (codec.decode(e) for e in (codec.project(x, p), codec.encode(x @ p)))
+    np.testing.assert_array_equal(found, exact)
+    assert jnp.abs(found).max() > 4 / 3
