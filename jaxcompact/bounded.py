@@ -5,7 +5,7 @@ be as coarse as that, or nothing. A sigmoid's operand has a bound, and a clip's;
 was clipped is stored by itself. In the place of relu's operand its result is stored.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ADDITIONS, renames
@@ -21,17 +21,13 @@ _LEAST, _MOST = 1e-30, 1e30  # that `Quantized` takes
 
 
 def find_bounds(
-    graph: Graph,
-    readers: Mapping[int, Sequence[Op]],
-    fixed: Collection[int],
-    candidates: Collection[int],
+    graph: Graph, fixed: Collection[int], candidates: Collection[int]
 ) -> dict[int, float]:
     """Of those of which such a function alone is read, once something is added to them,
     or they are scaled."""
-    spans = find_spans(graph)
-    found = {}
+    spans, found = find_spans(graph), {}
     for value in candidates:
-        bound = _Chain(spans).bound(value, readers, fixed)
+        bound = _Chain(spans).bound(value, graph, fixed)
         if _LEAST <= bound <= _MOST:
             found[value] = bound
     return found
@@ -45,11 +41,9 @@ class _Chain:
         self.scale, self.shift, self.biased = 1.0, 0.0, False
         self.ends: dict[str, float] = {}  # that it was clipped to just now
 
-    def bound(
-        self, at: int, readers: Mapping[int, Sequence[Op]], fixed: Collection[int]
-    ) -> float:
+    def bound(self, at: int, graph: Graph, fixed: Collection[int]) -> float:
         """The least of those of all functions in a row."""
-        bound = float("inf")
+        bound, readers = float("inf"), graph.readers
         while len(readers[at]) == 1 and self.scale:  # or it became too small
             (op,) = readers[at]
             if not _is_of_one(op, at, fixed):
@@ -113,7 +107,6 @@ def _is_of_one(op: Op, value: int, fixed: Collection[int]) -> bool:
 
 def find_results(
     graph: Graph,
-    readers: Mapping[int, Sequence[Op]],
     fixed: Collection[int],
     candidates: Collection[int],
     steps: Collection[int],
@@ -123,7 +116,7 @@ def find_results(
 
     ``steps``: what relus make; ``named``: values that may have a rule of their own.
     """
-    found = {}
+    found, readers = {}, graph.readers
     for value in candidates:
         at, aval = value, graph.avals[value]
         while len(readers[at]) == 1 and (at == value or at not in named):

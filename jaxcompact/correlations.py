@@ -25,7 +25,6 @@ def find_correlations(
     squared = [v for op in squares if not given.isdisjoint(op.outs) for v in op.reads]
     if not squared:
         return set(), set()
-    made_by = {value: op for op in graph.ops for value in op.outs}
 
     def same(op: Op) -> bool:
         """Whether it is a tensor's multiple, entries, or distance from a fixed one."""
@@ -38,12 +37,13 @@ def find_correlations(
         return (
             op.kind == "dot_general"
             and data.issuperset(op.reads)
-            and (known or all(is_of_expensive(v, made_by) for v in op.reads))
+            and (known or all(is_of_expensive(v, graph) for v in op.reads))
         )
 
-    ends = [made_by[v] for v in behind(squared, made_by, same) if v in made_by]
+    made_by = graph.made_by
+    ends = [made_by[v] for v in behind(squared, graph, same) if v in made_by]
     found = list(filter(correlates, ends))
     factors = behind(
-        (v for op in found for v in op.reads), made_by, lambda op: not expensive(op)
+        (v for op in found for v in op.reads), graph, lambda op: not expensive(op)
     )
     return {op.outs[0] for op in found}, {*factors}

@@ -1,6 +1,6 @@
 """Decisions: made again of decoded values they could come out different."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from jaxcompact.arrays import is_float, is_inexact
 from jaxcompact.differences import narrow
@@ -11,12 +11,9 @@ _ROUNDS = "ceil", "floor", "rem", "round"
 _COMPARES = "eq", "ge", "gt", "le", "lt", "ne", "sign"
 _ORDERS = "ge", "gt", "le", "lt"
 _SCALES = frozenset("add convert_element_type div mul neg stop_gradient sub".split())
-Readers = Mapping[int, Sequence[Op]]
 
 
-def decides(
-    op: Op, value: int, graph: Graph, readers: Readers, data: Collection[int]
-) -> bool:
+def decides(op: Op, value: int, graph: Graph, data: Collection[int]) -> bool:
     """Whether it makes a mask that something else reads, or rounds to integers.
 
     A sign is a choice of three.
@@ -27,7 +24,7 @@ def decides(
     if not ruled and op.kind not in ELEMENTWISE:
         return False
     if aval.dtype == bool:
-        return not all(_is_mask(r, graph) for r in readers[value])
+        return not all(_is_mask(r, graph) for r in graph.readers[value])
     rounded = any(v in data and is_inexact(graph.avals[v]) for v in op.reads)
     return rounded and (not is_inexact(aval) or op.kind in _ROUNDS)
 
@@ -39,9 +36,7 @@ EXACT = LAYOUT | frozenset(
 )
 
 
-def in_a_cell(
-    op: Op, graph: Graph, readers: Readers, data: Collection[int]
-) -> int | None:
+def in_a_cell(op: Op, graph: Graph, data: Collection[int]) -> int | None:
     """What it rounds, if that is less the result: a place in a cell, ``x - floor(x)``.
 
     Or less what is made of the result, as the next corner.
@@ -52,7 +47,7 @@ def in_a_cell(
     of_data = all(v in data and is_float(graph.avals[v]) for v in op.reads)
     if not (op.kind in _ROUNDS or to_integer) or not op.reads or not of_data:
         return None
-    made_by = {v: op for op in graph.ops for v in op.outs}
+    made_by, readers = graph.made_by, graph.readers
 
     def before(value: int, kinds: Collection[str]) -> int:
         """What it is made of, by these and what is known."""
@@ -81,17 +76,17 @@ def in_a_cell(
 
 
 def find_searched(
-    graph: Graph, readers: Readers, data: Collection[int], fixed: Collection[int]
+    graph: Graph, data: Collection[int], fixed: Collection[int]
 ) -> set[int]:
     """What is searched among known numbers, and is less one of them: its place in a
     cell, as in a table or a spline. Searched, or compared with each of them, also by
     what a hat takes the size of."""
     found: set[int] = set()
-    made_by = {v: op for op in graph.ops for v in op.outs}
+    made_by, readers = graph.made_by, graph.readers
     cheap = ELEMENTWISE | LAYOUT
 
     def known(value: int) -> bool:
-        op = made_by.get(value := narrow(value, made_by))
+        op = made_by.get(value := narrow(value, graph))
         if op and op.kind == "gather":
             value = op.reads[0]
         return value in fixed and graph.avals[value].size > 1
@@ -116,7 +111,7 @@ def find_searched(
         if not any(map(known, op.reads)):
             continue
         size = graph.avals[op.outs[0]].size
-        for value in {narrow(v, made_by) for v in op.reads if v in data}:
+        for value in {narrow(v, graph) for v in op.reads if v in data}:
             each = searched or graph.avals[value].size < size
             if each and is_float(graph.avals[value]) and is_less(value):
                 found.add(value)

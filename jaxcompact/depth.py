@@ -1,6 +1,6 @@
 """Chains of sums, of which each layer would make those of all before it again."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.graph import Graph, Op
@@ -10,10 +10,7 @@ _MOST = 4  # tensors that one of their size is made again of
 
 
 def find_deep(
-    graph: Graph,
-    readers: Mapping[int, list[Op]],
-    candidates: Collection[int],
-    expensive: Collection[Op],
+    graph: Graph, candidates: Collection[int], expensive: Collection[Op]
 ) -> list[Op]:
     """Additions that would be made again of more than four candidates of their size.
 
@@ -30,7 +27,7 @@ def find_deep(
             if value in candidates:
                 continue
             made_of[value] = of
-            if len(of) <= _MOST or not _is_read(op, value, graph, readers):
+            if len(of) <= _MOST or not _is_read(op, value, graph):
                 continue
             size = graph.avals[value].size
             if sum(graph.avals[v].size == size for v in of) > _MOST:
@@ -39,10 +36,10 @@ def find_deep(
     return found
 
 
-def _is_read(op: Op, value: int, graph: Graph, readers: Mapping[int, list[Op]]) -> bool:
+def _is_read(op: Op, value: int, graph: Graph) -> bool:
     """Whether it is an addition that others than additions read."""
     return (
         op.kind in ADDITIONS
         and is_inexact(graph.avals[value])
-        and any(reader.kind not in ADDITIONS for reader in readers[value])
+        and any(reader.kind not in ADDITIONS for reader in graph.readers[value])
     )

@@ -56,10 +56,10 @@ def find_differences(
     found: set[int] = set()
     bells: set[int] = set()
     constants = {v for op in graph.ops if _is_from_constant(op) for v in op.outs}
-    made_by = {value: op for op in graph.ops for value in op.outs}
+    made_by = graph.made_by
     subtracted = [op for op in graph.ops if op.kind == "sub"]
-    pairs = {v for op in subtracted if pair(op, graph, made_by) for v in op.outs}
-    crossed = {v for op in subtracted if _crosses(op, graph, made_by) for v in op.outs}
+    pairs = {v for op in subtracted if pair(op, graph) for v in op.outs}
+    crossed = {v for op in subtracted if _crosses(op, graph) for v in op.outs}
     added = [op for op in graph.ops if op.kind == "add" and len({*op.reads}) == 2]
     sums = {v for op in added for v in op.outs} - constants
     begins = data & (constants | pairs | crossed | sums)
@@ -85,24 +85,23 @@ def find_differences(
 
     def is_difference(value: int) -> bool:
         op = made_by[value]
-        return value not in sums or _has_data(op, graph, made_by, fixed, moving)
+        return value not in sums or _has_data(op, graph, fixed, moving)
 
     found, bells = ({*filter(is_difference, values)} for values in (found, bells))
     bells |= found & crossed
     return found - bells, bells
 
 
-def _crosses(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> bool:
+def _crosses(op: Op, graph: Graph) -> bool:
     """Whether it is of all pairs of two tensors' entries or rows."""
     size = graph.avals[op.outs[0]].size
-    of = {v: graph.avals[narrow(v, made_by)].size for v in op.reads}
+    of = {v: graph.avals[narrow(v, graph)].size for v in op.reads}
     return len(of) == 2 and all(1 < n < size for n in of.values())
 
 
 def _has_data(
     op: Op,
     graph: Graph,
-    made_by: Mapping[int, Op],
     fixed: Set[int],
     moving: Set[int],
 ) -> bool:
@@ -111,17 +110,17 @@ def _has_data(
     Data is made of nothing that is differentiated; or, as far as is known, cheaply of
     inputs that the other term is not made of.
     """
-    if not pair(op, graph, made_by):
+    if not pair(op, graph):
         return False
     size = graph.avals[op.outs[0]].size
-    terms = [(v, {*behind([v], made_by)}) for v in op.reads]
+    terms = [(v, {*behind([v], graph)}) for v in op.reads]
     for (value, of), (_, other) in zip(terms, terms[::-1], strict=True):
         if moving.isdisjoint(of):
-            whole = graph.avals[narrow(value, made_by)].size == size
+            whole = graph.avals[narrow(value, graph)].size == size
             if whole or value not in fixed:  # no bias that is frozen
                 return True
         inputs = of.intersection(graph.inputs) - fixed
-        cheap = not any(expensive(made_by[v]) for v in of if v in made_by)
+        cheap = not any(expensive(graph.made_by[v]) for v in of if v in graph.made_by)
         if inputs and cheap and inputs.isdisjoint(other):
             return True
     return False
@@ -169,13 +168,12 @@ def find_scaled(graph: Graph, differences: Set[int], moving: Set[int]) -> set[in
     differ within what is rounded together; or the least are chosen of them.
     """
     found: set[int] = set()
-    made_by = {value: op for op in graph.ops for value in op.outs}
     multiples = _multiples(graph, differences, moving)
     for op in graph.ops:
         of_each = [multiples[v] for v in op.reads if v in multiples]
         factors = (v for v in op.reads if v not in multiples)
         if of_each and op.kind in ("mul", "div"):
-            if any(_steps(v, op, graph, made_by) < _GROUP for v in factors):
+            if any(_steps(v, op, graph) < _GROUP for v in factors):
                 found.update(*of_each)
         elif of_each and _weighs(op, moving):
             found.update(*of_each)
@@ -203,10 +201,10 @@ def _chosen(graph: Graph, multiples: Mapping[int, Set[int]]) -> set[int]:
     return found
 
 
-def _steps(value: int, op: Op, graph: Graph, made_by: Mapping[int, Op]) -> float:
+def _steps(value: int, op: Op, graph: Graph) -> float:
     """So many neighbours in its result have the same factor."""
     sizes = dict(enumerate(graph.avals[value].shape))
-    source = made_by.get(value)
+    source = graph.made_by.get(value)
     if source and source.kind == "broadcast_in_dim":
         axes = source.eqn.params["broadcast_dimensions"]
         sizes = dict(zip(axes, source.eqn.invars[0].aval.shape, strict=True))
@@ -249,29 +247,29 @@ def _weighs(op: Op, moving: Set[int]) -> bool:
     return op.kind in _WEIGHS and not moving.issuperset(op.reads)
 
 
-def pair(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> list[int]:
+def pair(op: Op, graph: Graph) -> list[int]:
     """The terms of a difference, of which one is as large and not the other's mean."""
     size = graph.avals[op.outs[0]].size
-    sizes = {v: graph.avals[narrow(v, made_by)].size for v in op.reads}
+    sizes = {v: graph.avals[narrow(v, graph)].size for v in op.reads}
     large = [v for v, n in sizes.items() if n >= size]
     small = [v for v in op.reads if v not in large]
-    if len(sizes) < 2 or not large or (small and _is_made_of(*small, *large, made_by)):
+    if len(sizes) < 2 or not large or (small and _is_made_of(*small, *large, graph)):
         return []
     return op.reads
 
 
-def _is_made_of(value: int, other: int, made_by: Mapping[int, Op]) -> bool:
+def _is_made_of(value: int, other: int, graph: Graph) -> bool:
     """Whether it is, as a mean or a maximum is; the nearest are looked at first."""
-    other = _root(other, made_by)
-    return any(_root(v, made_by) == other for v in behind([value], made_by))
+    other = _root(other, graph)
+    return any(_root(v, graph) == other for v in behind([value], graph))
 
 
-def _root(value: int, made_by: Mapping[int, Op]) -> int:
+def _root(value: int, graph: Graph) -> int:
     """In front of what changes its dtype or shape alone."""
-    op = made_by.get(value)
+    op = graph.made_by.get(value)
     while op and (op.kind == "convert_element_type" or renames(op)) and op.reads:
         value = op.reads[0]
-        op = made_by.get(value)
+        op = graph.made_by.get(value)
     return value
 
 
@@ -289,7 +287,6 @@ def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
         elif not summed.isdisjoint(op.outs):
             if op.kind == "convert_element_type" or renames(op):
                 summed.update(op.reads)
-    made_by = {value: op for op in graph.ops for value in op.outs}
     whole: dict[int, int] = {}  # value -> what it is a multiple of, row by row
     normed: set[int] = set()
     products: list[tuple[int, ...]] = []
@@ -299,7 +296,7 @@ def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
             normed.update(of)
         elif op.kind in ("mul", "div") and len(of) == 2:
             a, b = of
-            first, second = (graph.avals[narrow(v, made_by)].size for v in op.reads)
+            first, second = (graph.avals[narrow(v, graph)].size for v in op.reads)
             if second < first:
                 whole[op.outs[0]] = a
             elif first < second and op.kind == "mul":
@@ -308,7 +305,7 @@ def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
                 products.append((a, b))
         elif len({*of}) == 2 and _is_of_rows(op) and op.outs[0] in given:
             products.append((*of, op.outs[0]))
-        elif op.kind == "sub" and (term := _centered(op, graph, made_by)) is not None:
+        elif op.kind == "sub" and (term := _centered(op, graph)) is not None:
             whole[op.outs[0]] = whole.get(term, term)
         elif len(of) == 1 and (renames(op) or _is_scaled(op)):
             whole[op.outs[0]] = of[0]
@@ -316,12 +313,12 @@ def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
     return {v for p in near for v in p}
 
 
-def _centered(op: Op, graph: Graph, made_by: Mapping[int, Op]) -> int | None:
+def _centered(op: Op, graph: Graph) -> int | None:
     """What its mean, or the like, is subtracted from."""
-    if len({*op.reads}) < 2 or pair(op, graph, made_by):
+    if len({*op.reads}) < 2 or pair(op, graph):
         return None
     term, _ = op.reads
-    whole = graph.avals[narrow(term, made_by)].size == graph.avals[op.outs[0]].size
+    whole = graph.avals[narrow(term, graph)].size == graph.avals[op.outs[0]].size
     return term if whole else None
 
 
@@ -365,12 +362,12 @@ def _is_of_rows(op: Op) -> bool:
     )
 
 
-def narrow(value: int, made_by: Mapping[int, Op]) -> int:
+def narrow(value: int, graph: Graph) -> int:
     """In front of a broadcast."""
-    op = made_by.get(value)
+    op = graph.made_by.get(value)
     while op and (op.kind in LAYOUT or renames(op)) and len(op.reads) == 1:
         value = op.reads[0]
-        op = made_by.get(value)
+        op = graph.made_by.get(value)
     return value
 
 

@@ -38,7 +38,6 @@ class _Facts:
     """What is known of a graph's values, each from those before it.
 
     Attributes:
-        made_by: value -> the operation that makes it.
         squares: whose entries are squares, or squares with factors.
         positive: whose entries are zero or more.
         ones: value -> what is zero where it is one, of an exponential say.
@@ -48,7 +47,6 @@ class _Facts:
 
     def __init__(self, graph: Graph):
         self.graph = graph
-        self.made_by = {value: op for op in graph.ops for value in op.outs}
         self.squares: set[int] = set()
         self.positive: set[int] = set()
         self.ones: dict[int, list[int]] = {}
@@ -73,7 +71,7 @@ class _Facts:
         if op.kind == "sub":
             # a c - b s, beside b c + a s: of no length where a and b are of none alone.
             turned = not self.added.isdisjoint(self._multiplied(op))
-            terms = [] if turned else pair(op, self.graph, self.made_by)
+            terms = [] if turned else pair(op, self.graph)
             self.differences[op.outs[0]] = terms
         elif self.differences and (
             squared or layout or (op.kind in _SQUARED and op.kind != "reduce_sum")
@@ -84,10 +82,10 @@ class _Facts:
     def _multiplied(self, op: Op) -> set[frozenset[int]]:
         """Of a sum of two products a factor of one with one of the other, each as large
         as the sum."""
-        avals, made_by = self.graph.avals, self.made_by
+        avals, made_by = self.graph.avals, self.graph.made_by
 
         def is_large(value: int) -> bool:
-            return avals[narrow(value, made_by)].size >= avals[op.outs[0]].size
+            return avals[narrow(value, self.graph)].size >= avals[op.outs[0]].size
 
         makers = [made_by[v] for v in op.reads if v in made_by]
         factors = [filter(is_large, o.reads) for o in makers if o.kind == "mul"]
@@ -143,7 +141,7 @@ def find_divisors(
         if item in found or value in fixed or not is_inexact(graph.avals[value]):
             continue
         found.add(item)
-        op = facts.made_by.get(value)
+        op = facts.graph.made_by.get(value)
         if op is None:
             continue
         squared |= is_square(op)
@@ -166,7 +164,7 @@ def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, bool]:
     facts, neither = _Facts(graph), set()
     found = {}
     for op in graph.ops:
-        for value in (narrow(v, facts.made_by) for v in steeply_read(op)):
+        for value in (narrow(v, graph) for v in steeply_read(op)):
             near = [value, *_beside_one(op, value, facts)]
             of_squares = [_of_squares(v, fixed, facts, neither) for v in near]
             if any(said is not None for said in of_squares):
@@ -185,7 +183,7 @@ def _of_squares(
     todo = [(value, False, False)]
     while todo:
         value, squared, guarded = item = todo.pop()
-        op = facts.made_by.get(value)
+        op = facts.graph.made_by.get(value)
         if op is None or value in fixed or item in seen or item in neither:
             continue
         seen.add(item)
@@ -204,7 +202,7 @@ def _of_squares(
 
 def _beside_one(op: Op, value: int, facts: _Facts) -> list[int]:
     """The terms of a sum whose difference from one is what counts."""
-    source = facts.made_by.get(value)
+    source = facts.graph.made_by.get(value)
     steep = op.kind in _STEEP_AT_ONE and source and source.kind in ("add", "sub")
     return source.reads if steep else []
 

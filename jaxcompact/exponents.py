@@ -6,7 +6,7 @@ that a number makes steep, as a soft threshold's. And of what is rounded in step
 are learned.
 """
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Set
 
 from jax.extend.core import Literal
 
@@ -47,50 +47,49 @@ def find_exponents(
     but where a sum of them is a loss. ``given``: what outputs are made of; ``moving``:
     values with cotangents, as steps that are learned.
     """
-    made_by = {value: op for op in graph.ops for value in op.outs}
     losses = _losses(graph, given)
-    sigmoids = _of_sigmoids(graph, made_by if steep else {}) - losses
+    sigmoids = _of_sigmoids(graph, steep) - losses
     ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
     learned = {v for v in moving if v in fixed}
-    todo = [v for op in ops for v in _read_by(op, losses, made_by, learned, steep)]
+    todo = [v for op in ops for v in _read_by(op, losses, graph, learned, steep)]
     seen: set[int] = set()
     while todo:
         value = todo.pop()
         if value in seen or value in fixed:
             continue
         seen.add(value)
-        op = made_by.get(value)
+        op = graph.made_by.get(value)
         if op is not None and not expensive(op):
             todo += op.reads
     return seen.intersection(candidates)
 
 
 def exponents_of(
-    op: Op, made_by: Mapping[int, Op], learned: Set[int], steep: bool = True
+    op: Op, graph: Graph, learned: Set[int], steep: bool = True
 ) -> Collection[int]:
     """What an operation takes an exponential of, or a sine that may turn fast, or a
     ``steep`` sigmoid, or rounds in steps that are ``learned``."""
     if op.kind in ("sin", "cos"):
-        return [v for v in op.reads if _is_fast(v, made_by)]
+        return [v for v in op.reads if _is_fast(v, graph)]
     if op.kind in _STEEP and steep:
-        return [v for v in op.reads if _written(v, made_by) > _STEEP[op.kind]]
+        return [v for v in op.reads if _is_steep(v, op.kind, graph)]
     call = op.kind in ("custom_jvp_call", "custom_vjp_call")
     raised = op.kind in EXPONENTIALS or op.kind == "custom_jvp_call"
     if raised and is_any(op, EXPONENTIALS):
         return op.reads
     rounds = op.kind in _ROUNDS or (call and is_any(op, _ROUNDS))
-    return op.reads if rounds and _in_steps(op, learned, made_by) else ()
+    return op.reads if rounds and _in_steps(op, learned, graph) else ()
 
 
 def _read_by(
-    op: Op, losses: Set[int], made_by: Mapping[int, Op], learned: Set[int], steep: bool
+    op: Op, losses: Set[int], graph: Graph, learned: Set[int], steep: bool
 ) -> Collection[int]:
     """By it, or by exponentials inside it."""
     if op.kind == "custom_jvp_call" and losses.isdisjoint(op.outs):
         if is_any(op, ("log1p",)):
-            sharp = (_written(v, made_by) > _STEEP["softplus"] for v in op.reads)
+            sharp = (_is_steep(v, "softplus", graph) for v in op.reads)
             return op.reads if steep and any(sharp) else ()
-    if exponents := exponents_of(op, made_by, learned, steep):
+    if exponents := exponents_of(op, graph, learned, steep):
         return exponents
     found = set()
     for body, first in bodies(op):
@@ -103,11 +102,11 @@ def _read_by(
     return found
 
 
-def _in_steps(op: Op, learned: Set[int], made_by: Mapping[int, Op]) -> bool:
+def _in_steps(op: Op, learned: Set[int], graph: Graph) -> bool:
     """Whether what it rounds is scaled by what is learned, whose gradient is of what
     rounding leaves over, a part of a step."""
-    for value in behind(op.reads, made_by, lambda op: op.kind in _WITHIN):
-        maker = made_by.get(value)
+    for value in behind(op.reads, graph, lambda op: op.kind in _WITHIN):
+        maker = graph.made_by.get(value)
         if maker is not None and maker.kind in ("mul", "div"):
             by = learned.intersection(maker.reads)
             if by and not by.issuperset(maker.reads):
@@ -115,11 +114,10 @@ def _in_steps(op: Op, learned: Set[int], made_by: Mapping[int, Op]) -> bool:
     return False
 
 
-def _of_sigmoids(graph: Graph, made_by: Mapping[int, Op]) -> set[int]:
+def _of_sigmoids(graph: Graph, steep: bool) -> set[int]:
     """Exponentials that one is added to alone: of a sigmoid, or a softplus.
 
-    But for those that a number makes steep, as far as it is known what is ``made_by``
-    what.
+    But for those that a number makes ``steep``, if these are asked for.
     """
     others: set[int] = {v for v in graph.outputs if isinstance(v, int)}
     for op in graph.ops:
@@ -131,16 +129,16 @@ def _of_sigmoids(graph: Graph, made_by: Mapping[int, Op]) -> set[int]:
         value
         for op in exponentials
         for value in {*op.outs} - others
-        if all(_written(v, made_by) <= _STEEP["logistic"] for v in op.reads)
+        if not (steep and any(_is_steep(v, "logistic", graph) for v in op.reads))
     }
 
 
-def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
+def _is_fast(value: int, graph: Graph) -> bool:
     """Whether a phase may turn faster than what it is made of: that is multiplied, but
     for a small number that is written there."""
     todo, seen = [value], set()
     while todo:
-        op = made_by.get(todo.pop())
+        op = graph.made_by.get(todo.pop())
         if op is None or op in seen:
             continue
         seen.add(op)
@@ -156,11 +154,15 @@ def _is_fast(value: int, made_by: Mapping[int, Op]) -> bool:
     return False
 
 
-def _written(value: int, made_by: Mapping[int, Op]) -> float:
+def _is_steep(value: int, kind: str, graph: Graph) -> bool:
+    return _written(value, graph) > _STEEP[kind]
+
+
+def _written(value: int, graph: Graph) -> float:
     """By what numbers that are written there it is multiplied, as far as these grow:
     behind them may be one that makes it of size 1."""
     found = largest = 1.0
-    while (op := made_by.get(value)) and len(op.reads) == 1:
+    while (op := graph.made_by.get(value)) and len(op.reads) == 1:
         by = [number(v) for v in op.ins if isinstance(v, Literal)]
         if op.kind in ("mul", "div") and by:
             found *= abs(by[0] or 1.0) ** (1 if op.kind == "mul" else -1)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections import defaultdict
 from collections.abc import (
     Callable,
     Collection,
@@ -80,7 +81,11 @@ class Op:
 class Graph:
     """A traced function. Calls of jitted functions are taken apart.
 
+    Made whole at once: what is derived of its operations is found once.
+
     Attributes:
+        made_by: value -> the operation that makes it.
+        readers: value -> the operations that read it, each once.
         spans: of its inputs that are constants, between which values they lie.
         infinite: its inputs that infinities are written into.
     """
@@ -92,6 +97,19 @@ class Graph:
     avals: list[Any] = field(default_factory=list)
     spans: dict[int, tuple[float, float]] = field(default_factory=dict)
     infinite: Collection[int] = ()
+
+    @functools.cached_property
+    def made_by(self) -> dict[int, Op]:
+        return {value: op for op in self.ops for value in op.outs}
+
+    @functools.cached_property
+    def readers(self) -> Mapping[int, list[Op]]:
+        """Of a value that none reads, an empty list."""
+        found: dict[int, list[Op]] = defaultdict(list)
+        for op in self.ops:
+            for value in set(op.reads):
+                found[value].append(op)
+        return found
 
     def run(
         self, inputs: Sequence[Any], rule: Callable[[Op, list[Any], dict], list[Any]]
@@ -114,7 +132,7 @@ class Graph:
 
 def behind(
     values: Iterable[int],
-    made_by: Mapping[int, Op],
+    graph: Graph,
     through: Callable[[Op], bool] = lambda op: True,
 ) -> Iterator[int]:
     """They, and what they are made of ``through`` such operations; each once, the
@@ -123,7 +141,7 @@ def behind(
     todo = list(seen)
     for value in todo:
         yield value
-        op = made_by.get(value)
+        op = graph.made_by.get(value)
         if op is not None and through(op):
             new = [v for v in dict.fromkeys(op.reads) if v not in seen]
             seen.update(dict.fromkeys(new))

@@ -2,7 +2,7 @@
 a clip, as the activations of a network that trains for few bits."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,14 +48,12 @@ def find_whole(graph: Graph) -> set[int]:
     return _find(graph, [_ANY] * len(graph.inputs), set())[1]
 
 
-def within_bounds(
-    value: int, readers: Mapping[int, Sequence[Op]], integers: Collection[int]
-) -> int:
+def within_bounds(value: int, graph: Graph, integers: Collection[int]) -> int:
     """It, or the first whose range is known of what bounds make of it, where nothing
     else reads it."""
     at = value
-    while at not in integers and len(readers[at]) == 1:
-        (op,) = readers[at]
+    while at not in integers and len(graph.readers[at]) == 1:
+        (op,) = graph.readers[at]
         if op.kind not in (*_BOUNDS, "stop_gradient"):
             break
         (at,) = op.outs

@@ -1,8 +1,8 @@
 """What operations cost, by the name of their primitive."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
-from jaxcompact.graph import Op, behind, graph_of
+from jaxcompact.graph import Graph, Op, behind, graph_of
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -91,9 +91,10 @@ def is_entered(op: Op) -> bool:
     return op.kind in ("cond", "scan")
 
 
-def is_of_expensive(value: int, made_by: Mapping[int, Op]) -> bool:
+def is_of_expensive(value: int, graph: Graph) -> bool:
     """Whether it is made by an expensive operation, or cheaply of what one makes."""
-    return any(v in made_by and expensive(made_by[v]) for v in behind([value], made_by))
+    ops = map(graph.made_by.get, behind([value], graph))
+    return any(op is not None and expensive(op) for op in ops)
 
 
 def renames(op: Op) -> bool:

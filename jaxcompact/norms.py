@@ -5,7 +5,6 @@ what an elementwise function reads, it is in memory anyway, for its sums to be k
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,11 +65,8 @@ def find_norms(
     ``codecs``: of the values that may be sources; ``stored``: those that are stored as
     they are; ``elsewhere``: those that are read outside the graph otherwise.
     """
-    readers: dict[int, list[Op]] = defaultdict(list)
     made: dict[int, tuple[int, tuple[Op, ...]]] = {}
     for op in graph.ops:
-        for v in set(op.reads):
-            readers[v].append(op)
         # What is stored is read as it is, however it was made.
         of = {
             v: v if v in codecs else made[v][0]
@@ -94,7 +90,7 @@ def find_norms(
         known = {source, *inner}
         parameters = dict.fromkeys(v for op in ops for v in op.reads if v not in known)
         statistics = tuple(v for v in inner if v in stored)
-        read_on = [v for v in inner if not inside.issuperset(readers[v])]
+        read_on = [v for v in inner if not inside.issuperset(graph.readers[v])]
         later = _readers_of(read_on, graph, inside)
         rows = math.prod(graph.avals[source].shape[:-1])
         values = [*read_on, *(v for op in later for v in op.outs)]
@@ -108,7 +104,7 @@ def find_norms(
     found: dict[int, Norm] = {}
     for value, (source, _) in made.items():
         entries = graph.avals[value].shape == graph.avals[source].shape
-        written = entries and is_written(value, readers, {*stored, *elsewhere})
+        written = entries and is_written(value, graph, {*stored, *elsewhere})
         if written and source not in found and (one := norm(value)) is not None:
             before = {op for norm in found.values() for op in (*norm.later, *norm.ops)}
             if before.isdisjoint(one.later):

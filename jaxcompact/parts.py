@@ -3,7 +3,7 @@
 And tensors that are read part by part, as one product's dt, B, C, x and z in Mamba-2.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,15 +18,13 @@ _SLICES = frozenset("slice split".split())
 _NUMBERS = frozenset("convert_element_type imag neg real reduce_sum".split())
 
 
-def find_parts(
-    graph: Graph, readers: Mapping[int, list[Op]], candidates: Collection[int]
-) -> dict[int, int]:
+def find_parts(graph: Graph, candidates: Collection[int]) -> dict[int, int]:
     """The smallest of what follows from a candidate alone, and all that reads it reads.
 
     A slice of it, sums of its entries, its entries in a narrower float. Not of what a
     block returns: what it keeps for itself goes with it. A loop's is of its body.
     """
-    found = {}
+    found, readers = {}, graph.readers
     for candidate in _made(graph, candidates):
         value = smallest = candidate
         while len(readers[value]) == 1:
@@ -42,10 +40,7 @@ def find_parts(
 
 
 def find_slices(
-    graph: Graph,
-    readers: Mapping[int, list[Op]],
-    candidates: Collection[int],
-    fixed: Collection[int],
+    graph: Graph, candidates: Collection[int], fixed: Collection[int]
 ) -> dict[int, list[int]]:
     """What each candidate is cut into, of those that are read as slices alone, once
     ``fixed`` values are added."""
@@ -56,7 +51,7 @@ def find_slices(
         same = graph.avals[op.outs[0]].dtype == graph.avals[at].dtype
         return same and all(v == at or v in fixed for v in op.reads)
 
-    found = {}
+    found, readers = {}, graph.readers
     for value in _made(graph, candidates):
         at = value
         while len(readers[at]) == 1 and is_whole(readers[at][0], at):

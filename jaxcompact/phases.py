@@ -7,7 +7,7 @@ are made again of them.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Set
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
@@ -37,9 +37,9 @@ def find_phases(
     todo = [item for op in graph.ops for item in _angles(op, fixed, moving)]
     if not todo:
         return whole, again
-    made_by = {value: op for op in graph.ops for value in op.outs}
+    made_by = graph.made_by
     same = {v for v in fixed if v not in moving}
-    fast = _multiplied(graph, same, made_by)
+    fast = _multiplied(graph, same)
     seen: set[tuple[int, bool]] = set()
     while todo:
         value, known = item = todo.pop()
@@ -86,9 +86,7 @@ def _angles(
     return found
 
 
-def _multiplied(
-    graph: Graph, same: Collection[int], made_by: Mapping[int, Op]
-) -> set[Op]:
+def _multiplied(graph: Graph, same: Collection[int]) -> set[Op]:
     """Multiplications by known frequencies, several of one value, by the high ones.
 
     They are an array, or numbers that multiply it one after another.
@@ -102,7 +100,7 @@ def _multiplied(
             if not written and v not in same:
                 continue
             span = span_of(v, spans)
-            array = not written and graph.avals[narrow(v, made_by)].size > 1
+            array = not written and graph.avals[narrow(v, graph)].size > 1
             if array and (span is None or _is_fast(op, span)):
                 found.add(op)
             if span and not array:

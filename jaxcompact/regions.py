@@ -4,7 +4,6 @@ Where a forward pass encodes such tensors and evaluates such a function, a kerne
 both from one reading of them.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,11 +56,8 @@ def find_regions(
     ``codecs``: of the values that may be sources; ``elsewhere``: values that are read
     outside the graph.
     """
-    readers: dict[int, list[Op]] = defaultdict(list)
     made: dict[int, Region] = {}
     for op in graph.ops:
-        for v in set(op.reads):
-            readers[v].append(op)
         own = [v for v in op.reads if v in codecs or v in made]
         others = [v for v in op.reads if v not in own]
         if not _is_elementwise(op) or not own:
@@ -78,7 +74,7 @@ def find_regions(
     def is_closed(region: Region) -> bool:
         inner = {*region.sources, *(op.outs[0] for op in region.ops[:-1])}
         inside = set(region.ops)
-        read_inside = all(inside.issuperset(readers[v]) for v in inner)
+        read_inside = all(inside.issuperset(graph.readers[v]) for v in inner)
         return read_inside and inner.isdisjoint(elsewhere)
 
     def is_of_one_kind(region: Region) -> bool:
@@ -89,7 +85,7 @@ def find_regions(
     return [
         region
         for value, region in made.items()
-        if is_written(value, readers, elsewhere)
+        if is_written(value, graph, elsewhere)
         and is_closed(region)
         and is_of_one_kind(region)
     ]
@@ -99,13 +95,11 @@ def _unbounded(codec: Codec) -> Codec:
     return replace(codec, bound=None) if type(codec) is Quantized else codec
 
 
-def is_written(
-    value: int, readers: Mapping[int, list[Op]], elsewhere: Collection[int]
-) -> bool:
+def is_written(value: int, graph: Graph, elsewhere: Collection[int]) -> bool:
     """Whether what reads it, a product say, wants it in memory."""
     return value in elsewhere or any(
-        is_written(op.outs[0], readers, elsewhere) if renames(op) else expensive(op)
-        for op in readers[value]
+        is_written(op.outs[0], graph, elsewhere) if renames(op) else expensive(op)
+        for op in graph.readers[value]
     )
 
 

@@ -69,7 +69,7 @@ class Schedule:
         ops, self.source = _shared_at_once(ops, self.readers)
         self.ordered = replace(graph, ops=ops)
         self.number = {op: i for i, op in enumerate(ops)}
-        self.maker = {v: op for op in ops for v in op.outs}
+        self.maker = self.ordered.made_by
         self.last = {v: i for op, i in self.number.items() for v in op.reads}
         pairs = zip(graph.inputs, inputs, strict=True)
         self.later = {v: x for v, x in pairs if isinstance(x, Later)}
@@ -138,7 +138,7 @@ class Schedule:
         freed = [v for v in operands if avals[v].size >= least]
         if len(freed) != 1 or self.last[freed[0]] > self.now:
             return set()
-        if not is_of_expensive(freed[0], self.maker):
+        if not is_of_expensive(freed[0], self.ordered):
             return set()
         large = [v for v in self.products if avals[v].size >= least]
         for v in large:  # by all names that they have so far
@@ -323,7 +323,7 @@ def in_order(
         if not chain.isdisjoint(op.reads):
             chain.update(op.outs)
     number = {op: i for i, op in enumerate(graph.ops)}
-    maker = {v: op for op in graph.ops for v in op.outs}
+    maker = graph.made_by
     reader: dict[Op, Op] = {}
     for op in graph.ops:
         if chain.isdisjoint(op.outs):

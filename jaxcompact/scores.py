@@ -64,7 +64,7 @@ def find_attention(
         tables: products with parameters that are made again (`find_tables`).
         moving: values with cotangents, as steps that are learned.
     """
-    made_by = {value: op for op in graph.ops for value in op.outs}
+    made_by = graph.made_by
     learned = {v for v in moving if v in fixed}
     found = Attention()
 
@@ -124,7 +124,7 @@ def find_attention(
                 add_products(operand)
     for op in graph.ops:
         inner = None
-        if raised := exponents_of(op, made_by, learned):
+        if raised := exponents_of(op, graph, learned):
             for source in raised:
                 if source not in fixed:
                     add_products(source)
@@ -201,7 +201,7 @@ def find_tables(
     Not of what is made again of products, as after attention: that has the errors of
     values, not of scores.
     """
-    made_by = {value: op for op in graph.ops for value in op.outs}
+    made_by = graph.made_by
 
     def again(value: int) -> bool:
         op = made_by.get(value)
@@ -215,7 +215,7 @@ def find_tables(
         if len(op.reads) != 2 or len(moving) != 1 or terms_of(op) > _FEW:
             continue
         large = graph.avals[op.outs[0]].size >= _LARGE * graph.avals[moving[0]].size
-        of = behind(moving, made_by, lambda op: op.kind in CHEAP)
+        of = behind(moving, graph, lambda op: op.kind in CHEAP)
         if large and not any(map(again, of)):
             found.add(op)
     return found

@@ -1,6 +1,6 @@
 """Sums whose terms nothing else reads: one tensor to store in place of several."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,6 @@ class _Sum:
 
 def find_sums(
     graph: Graph,
-    readers: Mapping[int, list[Op]],
     fixed: Collection[int],
     candidates: Collection[int],
     streams: Collection[int],
@@ -58,7 +57,7 @@ def find_sums(
         if single and op.outs[0] in candidates:
             sums[op.outs[0]] = _Sum(op, op.outs)
             continue
-        terms = {v for v in op.reads if v in sums and len(readers[v]) == 1}
+        terms = {v for v in op.reads if v in sums and len(graph.readers[v]) == 1}
         if not (terms and single):
             continue
         carried = {v for v in op.reads if v not in terms and v not in fixed} - still

@@ -88,15 +88,14 @@ def _scales(
         case "div":
             return not of[1]
         case "select_n":
-            made_by = {v: op for op in graph.ops for v in op.outs}
             cases = zip(op.ins[1:], of[1:], strict=True)
-            return not of[0] and all(x or _is_zero(v, made_by) for v, x in cases)
+            return not of[0] and all(x or _is_zero(v, graph) for v, x in cases)
     return op.kind in ("convert_element_type", "copy", "neg") and is_inexact(out)
 
 
-def _is_zero(value: Value, made_by: Mapping[int, Op]) -> bool:
-    while isinstance(value, int) and value in made_by:
-        op = made_by[value]
+def _is_zero(value: Value, graph: Graph) -> bool:
+    while isinstance(value, int) and value in graph.made_by:
+        op = graph.made_by[value]
         if op.kind not in ("broadcast_in_dim", "convert_element_type"):
             break
         value = op.ins[0]

@@ -6,16 +6,14 @@ itself. Chains of elementwise operations, norms, reshapes are made again from th
 costs no memory traffic that is not there anyway, and is exact.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
-from typing import Any
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.bounded import find_bounds, find_results
+from jaxcompact.candidates import Candidates
 from jaxcompact.correlations import find_correlations
 from jaxcompact.decisions import EXACT, decides, find_searched, in_a_cell
-from jaxcompact.depth import find_deep
 from jaxcompact.differences import (
     find_angles,
     find_differences,
@@ -37,9 +35,7 @@ from jaxcompact.kinds import (
     renames,
 )
 from jaxcompact.loops import exact_outputs
-from jaxcompact.parts import find_parts, find_slices
 from jaxcompact.phases import find_phases
-from jaxcompact.reals import reals_of
 from jaxcompact.scores import (
     find_attention,
     find_tables,
@@ -48,7 +44,6 @@ from jaxcompact.scores import (
     terms_of,
 )
 from jaxcompact.solving import solves_for_state
-from jaxcompact.sums import find_streams, find_sums
 from jaxcompact.tensor import Tensor
 
 # A loss's difference is kept whole beside a tensor that is so many times larger.
@@ -85,26 +80,14 @@ class Tensors:
         statistics: bool = False,
     ):
         self.graph, self.known, self.statistics = graph, known, statistics
-        self.found: dict[int, Tensor] = {}
         self.functions: dict[int, Function] = {}
         self.cells: set[int] = set()  # rounded numbers, and what is made of these alone
-        self.readers: dict[int, list[Op]] = defaultdict(list)
-        self.expensive: set[Op] = set()
+        self.expensive = {op for op in graph.ops if expensive(op)}
         self.fixed = graph.independent_of(inputs)
         self.data = {v for v in inputs if is_inexact(graph.avals[v])}
-        for op in graph.ops:
-            for value in set(op.reads):
-                self.readers[value].append(op)
-            if expensive(op):
-                self.expensive.add(op)
-            made = op in self.expensive and not self._counts(op)
-            encoded = op.kind == "name" or made
-            for value in op.outs if self.fixed.isdisjoint(op.outs) else ():
-                inexact = encoded and is_inexact(graph.avals[value])
-                if inexact or not self.data.isdisjoint(op.reads):
-                    self.data.add(value)
-
-        self.integers = find_integers(graph)
+        self._find_data()
+        of = graph, self.fixed, known, find_integers(graph), self.expensive
+        self.found = Candidates(*of)
         given = given_by(graph, moving)
         of = graph, given, self.fixed, self.data, moving
         exponents = find_exponents(*of)
@@ -112,46 +95,61 @@ class Tensors:
         self.tables = find_tables(graph, softmaxes, self.fixed, known)
         self.solving = {op for op in graph.ops if solves_for_state(op, self.fixed)}
         for value, name in inputs.items():
-            self._add(value, name=name, kind="input")
+            self.found.add(value, name=name, kind="input")
         for op in graph.ops:
             self._add_outputs(op)
-        for value in find_searched(graph, self.readers, self.data, self.fixed):
+        for value in find_searched(graph, self.data, self.fixed):
             self._add_rounded(value)
         self._add_names()
-        self._move_to_sums()
-        self._move_to_parts()
-        if self._move_to_slices(exponents):
-            self._move_to_sums()
-        self._cut_chains()
+        self.found.move_to_sums()
+        self.found.move_to_parts()
+        if self.found.move_to_slices(exponents, self.tables):
+            self.found.move_to_sums()
+        self.found.cut_chains()
         enlarged = self._add_norms()
-        of = given, self.data, self.fixed
-        near, bells = find_differences(graph, *of, moving)
-        products, factors = find_correlations(graph, *of, known)
+        of = graph, given, self.data, self.fixed
+        near, bells = find_differences(*of, moving)
+        products, factors = find_correlations(*of, known)
         self._add_differences(near | products, moving)
         self._add_factors(factors)
         self._add_functions()
+        steep = bells | find_angles(graph, given, self.data)
+        steep |= find_expanded(graph, given, self.data)
+        self._describe(moving, exponents, enlarged, steep)
+
+    def _find_data(self) -> None:
+        for op in self.graph.ops:
+            made = op in self.expensive and not self._counts(op)
+            encoded = op.kind == "name" or made
+            for value in op.outs if self.fixed.isdisjoint(op.outs) else ():
+                inexact = encoded and is_inexact(self.graph.avals[value])
+                if inexact or not self.data.isdisjoint(op.reads):
+                    self.data.add(value)
+
+    def _describe(
+        self, moving: Set[int], exponents: Set[int], enlarged: Set[int], steep: Set[int]
+    ) -> None:
+        """What is read of those that may be encoded, which says how finely."""
+        graph = self.graph
         stored = {
             value
             for value, tensor in self.found.items()
             if tensor.kind != "function" and tensor.floating and not tensor.statistic
         }
         norms = [v for v in stored if self.found[v].normed]
-        of = self.fixed, stored, known, norms, self.tables, moving
+        of = self.fixed, stored, self.known, norms, self.tables, moving
         attention = find_attention(graph, *of)
-        steep = bells | find_angles(graph, given, self.data)
-        steep |= find_expanded(graph, given, self.data)
         divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
         phases, again = find_phases(graph, self.fixed, moving, stored)
-        made_by = {value: op for op in graph.ops for value in op.outs}
         for value in stored:
-            tensor, op = self.found[value], made_by.get(value)
+            tensor, op = self.found[value], graph.made_by.get(value)
             kind = op.kind if op else None
             table = attention.tables.get(value)
             scores = attention.scores.get(value, table)
             if scores is not None:  # after the axis of a complex number's parts
                 scores += len(tensor.shape) - graph.avals[value].ndim
-            self.found[value] = replace(
-                tensor,
+            self.found.change(
+                value,
                 scores=scores,
                 table=table is not None,
                 fused=attention.fused.get(value),
@@ -168,20 +166,14 @@ class Tensors:
         plain = {v for v in stored if self._is_plain(v)}
         named = {v for v, tensor in self.found.items() if tensor.kind != "function"}
         steps = {v for v in self.functions if self.found[v].step}
-        of = graph, self.readers, self.fixed
-        self.results = find_results(*of, plain, steps, named)
-        for value, bound in find_bounds(*of, plain).items():
-            self.found[value] = replace(self.found[value], bound=bound)
+        self.results = find_results(graph, self.fixed, plain, steps, named)
+        for value, bound in find_bounds(graph, self.fixed, plain).items():
+            self.found.change(value, bound=bound)
 
     def _is_plain(self, value: int) -> bool:
         """Whether an operation made it, and nothing else is known of it."""
         tensor = replace(self.found[value], name="", where="", exponent=False)
         return tensor == Tensor.of(self.graph.avals[value], name="", kind="op")
-
-    def _add(self, value: int, **fields: Any) -> None:
-        aval = self.graph.avals[value]
-        if value not in self.fixed and hasattr(aval, "shape"):
-            self.found[value] = Tensor.of(aval, **fields)
 
     def _add_outputs(self, op: Op) -> None:
         graph, discrete = self.graph, not self.data.isdisjoint(op.reads)
@@ -194,36 +186,29 @@ class Tensors:
                 again = ordered or self._counts(op) or op in self.solving
                 fields = {
                     "discrete": discrete and not is_inexact(aval),
-                    **self._range(value),
+                    **self.found.span(value),
                     "terms": self._terms(op),
                     "cheap": is_inexact(aval) and again,
                     "divisor": op in self.solving,
                 }
-            elif (whole := in_a_cell(op, graph, self.readers, self.data)) is not None:
+            elif (whole := in_a_cell(op, graph, self.data)) is not None:
                 self._add_rounded(whole)
                 self.cells.add(value)
                 continue
             elif op.kind in EXACT and self._is_of_cells(op):
                 self.cells.add(value)  # made again of what is kept whole
                 continue
-            elif decides(op, value, graph, self.readers, self.data):
-                value = within_bounds(value, self.readers, self.integers)
+            elif decides(op, value, graph, self.data):
+                value = within_bounds(value, graph, self.found.integers)
                 aval = graph.avals[value]
-                fields = {"discrete": discrete, **self._range(value)}
+                fields = {"discrete": discrete, **self.found.span(value)}
             elif self.statistics and self._is_statistic(op, value):
                 fields = {"cheap": True, "statistic": True}
             else:
                 continue
             mask = aval.dtype == bool and op not in self.expensive
             kind = "mask" if mask else "op"
-            self._add(value, name=name, kind=kind, where=op.where, **fields)
-
-    def _range(self, value: int) -> dict[str, int]:
-        """Of whole numbers, which are stored in the fewest bits."""
-        if value not in self.integers:
-            return {}
-        least, most = self.integers[value]
-        return {"least": least, "limit": most + 1}
+            self.found.add(value, name=name, kind=kind, where=op.where, **fields)
 
     def _is_of_cells(self, op: Op) -> bool:
         of = [v for v in op.reads if v in self.data or v in self.cells]
@@ -231,11 +216,8 @@ class Tensors:
 
     def _add_rounded(self, value: int) -> None:
         """A number that is kept as it is: both parts of it are read."""
-        made_by = {v: op for op in self.graph.ops for v in op.outs}
-        if value not in self.found:
-            op = made_by[value]
-            self._add(value, name=op.name, kind="op", where=op.where)
-        self.found[value] = replace(self.found[value], discrete=True)
+        self.found.add_result(value)
+        self.found.change(value, discrete=True)
 
     def _is_statistic(self, op: Op, value: int) -> bool:
         avals = self.graph.avals
@@ -267,12 +249,12 @@ class Tensors:
             if op.kind == "name":
                 value, name = root[op.outs[0]], op.eqn.params["name"]
                 if value in self.found:
-                    self.found[value] = replace(self.found[value], name=name)
+                    self.found.change(value, name=name)
                 else:
                     discrete = value in self.data and not is_inexact(
                         self.graph.avals[value]
                     )
-                    self._add(
+                    self.found.add(
                         value,
                         name=name,
                         kind="op",
@@ -280,90 +262,6 @@ class Tensors:
                         cheap=True,
                         discrete=discrete,
                     )
-
-    def _sums(self, cut: Mapping[int, Iterable[int]]) -> dict[Op, tuple[int, ...]]:
-        """What is only read as a sum, of tensors or of what they are ``cut`` into."""
-        whole = {
-            value
-            for value, tensor in self.found.items()
-            if tensor.floating
-            and not (tensor.cheap or tensor.discrete)
-            and tensor.terms is None
-        }
-        # Inputs of which nobody said whether they are parameters are kept as they are.
-        stored = {v for v in whole if self.known or self.found[v].kind != "input"}
-        parts = {part for value in whole & cut.keys() for part in cut[value]}
-        streams = find_streams(self.graph, stored | parts, self.expensive)
-        whole = whole - cut.keys() | parts
-        return find_sums(self.graph, self.readers, self.fixed, whole, streams)
-
-    def _move_to_sums(self) -> None:
-        """What is only read as a sum, as LoRA's products, is stored as that."""
-        for op, terms in self._sums({}).items():
-            (value,) = op.outs
-            for term in terms:
-                del self.found[term]
-            if value in self.found:  # it has a name of its own
-                self.found[value] = replace(self.found[value], cheap=False)
-            else:
-                self._add(value, name=op.name, kind="op", where=op.where)
-
-    def _move_to_parts(self) -> None:
-        """What is only read in part, or as a narrower float, is stored as that."""
-        made = {value for value, t in self.found.items() if t.kind == "op"}
-        for value, part in find_parts(self.graph, self.readers, made).items():
-            self._put(self.found.pop(value), part)
-
-    def _move_to_slices(self, exponents: Set[int]) -> bool:
-        """What exponentials read a lesser part of, as of Mamba's input, is in parts.
-
-        And that of which slices are read that make no more than half of it, as the
-        corners of a spectrum; all of which have bounds, as an LSTM's gates; or which
-        are sums with others, as a GRU's. Else it is one, as q and k beside v, and has
-        as many bits as these want. Whether any is.
-        """
-        made = {v for v, t in self.found.items() if t.kind == "op" and t.floating}
-        cut = find_slices(self.graph, self.readers, made, self.fixed)
-        if not cut:
-            return False
-        stops = made.union(*cut.values())
-        of = self.graph, self.fixed, stops, self.known, (), self.tables
-        attention = find_attention(*of)
-        read = exponents | attention.scores.keys() | attention.tables.keys()
-
-        def entries(values: Iterable[int]) -> int:
-            return sum(self.graph.avals[v].size for v in values)
-
-        parts = set().union(*cut.values())
-        bounded = find_bounds(self.graph, self.readers, self.fixed, parts).keys()
-        summed = {v for terms in self._sums(cut).values() for v in parts & {*terms}}
-        before = len(self.found)
-        for value, slices in cut.items():
-            whole = entries([value])
-            lesser = 0 < 2 * entries(read.intersection(slices)) <= whole
-            less = lesser or 2 * entries(slices) <= whole
-            if less or bounded >= {*slices} or not summed.isdisjoint(slices):
-                tensor = self.found.pop(value)
-                for i, part in enumerate(slices):
-                    self._put(replace(tensor, name=f"{tensor.name}.{i}"), part)
-        return len(self.found) > before
-
-    def _put(self, tensor: Tensor, part: int) -> None:
-        """In place of a tensor a part of it, which keeps a name of its own."""
-        aval, name = self.graph.avals[part], self.found.get(part, tensor).name
-        shape, dtype = reals_of(aval)
-        known = {"least": 0, "limit": None, **self._range(part)}
-        self.found[part] = replace(tensor, name=name, shape=shape, dtype=dtype, **known)
-
-    def _cut_chains(self) -> None:
-        """A residual stream, where what is added to it is read otherwise as well."""
-        stored = {
-            v
-            for v, t in self.found.items()
-            if not (t.cheap or t.statistic) and t.floating
-        }
-        for op in find_deep(self.graph, self.readers, stored, self.expensive):
-            self._add(op.outs[0], name=op.name, kind="op", where=op.where)
 
     def _add_norms(self) -> set[int]:
         """What rows or channels are divided by; of which loops of products give those
@@ -380,10 +278,9 @@ class Tensors:
                 products |= dict.fromkeys(op.outs, set().union(*of))
             of_product = not products.keys().isdisjoint(op.outs)
             for value in self.data.intersection(op.outs) & norms.keys():
-                if value not in self.found:
-                    self._add(value, name=op.name, kind="op", where=op.where)
-                self.found[value] = replace(
-                    self.found[value],
+                self.found.add_result(value)
+                self.found.change(
+                    value,
                     cheap=False,
                     statistic=False,
                     normed=norms[value] and of_product,
@@ -401,10 +298,9 @@ class Tensors:
         little = max(floating, default=0) / _SMALL
         for op in self.graph.ops:
             for value in near.intersection(op.outs):
-                if value not in self.found:
-                    self._add(value, name=op.name, kind="op", where=op.where)
-                self.found[value] = replace(
-                    self.found[value],
+                self.found.add_result(value)
+                self.found.change(
+                    value,
                     cheap=False,
                     near=True,
                     divisor=value in scaled or self.found[value].size <= little,
@@ -414,16 +310,16 @@ class Tensors:
         """Of correlations: what is stored of them has as many bits."""
         for value in factors & self.found.keys():
             if self.found[value].floating and not self.found[value].cheap:
-                self.found[value] = replace(self.found[value], near=True)
+                self.found.change(value, near=True)
 
     def _add_functions(self) -> None:
         """Nonlinear ones that others read, and that are no candidates already."""
         made, steps = find_functions(self.graph, self.fixed, self.data)
         for value, function in made.items():
             curved = [op for op in function.ops if op.kind in NONLINEAR]
-            inner = self.readers[value] and all(
+            inner = self.graph.readers[value] and all(
                 o in made and made[o].root == function.root
-                for reader in self.readers[value]
+                for reader in self.graph.readers[value]
                 for o in reader.outs
             )
             if value in self.found or not curved or inner:
@@ -431,7 +327,7 @@ class Tensors:
             label = function_name(curved[0])
             count = sum(f.name.startswith(f"{label}.") for f in self.found.values())
             self.functions[value] = function
-            self._add(
+            self.found.add(
                 value,
                 name=f"{label}.{count}",
                 kind="function",

@@ -42,6 +42,7 @@ LAYERS = (
         "bounded",
     },
     {"scores"},
+    {"candidates"},
     {"subspace", "tensors", "program", "norms", "rules", "surrogates"},
     {"policy", "recording"},
     {"residuals", "forward", "backward"},

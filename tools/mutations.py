@@ -59,7 +59,7 @@ MUTATIONS = [
     Mutation(
         "rounded numbers are where their bounds are, whoever reads them",
         "jaxcompact/integers.py",
-        "while at not in integers and len(readers[at]) == 1:",
+        "while at not in integers and len(graph.readers[at]) == 1:",
         "while at not in integers and readers[at]:",
         "tests/test_integers.py::test_what_a_bound_is_read_beside_is_not_in_its_place",
     ),
@@ -73,7 +73,7 @@ MUTATIONS = [
     Mutation(
         "rounded numbers are stored as they are",
         "jaxcompact/tensors.py",
-        'fields = {"discrete": discrete, **self._range(value)}',
+        'fields = {"discrete": discrete, **self.found.span(value)}',
         'fields = {"discrete": discrete}',
         "tests/test_integers.py::test_quantized_activations_are_stored_in_their_bits",
     ),
@@ -110,7 +110,7 @@ MUTATIONS = [
     Mutation(
         "phases that are multiplied are as others",
         "jaxcompact/exponents.py",
-        "return [v for v in op.reads if _is_fast(v, made_by)]",
+        "return [v for v in op.reads if _is_fast(v, graph)]",
         "return []",
         "tests/test_exponents.py::test_gradients_are_near[4-turns]",
     ),
@@ -151,7 +151,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a spectrum of which corners are read is stored whole",
-        "jaxcompact/tensors.py",
+        "jaxcompact/candidates.py",
         "less = lesser or 2 * entries(slices) <= whole",
         "less = lesser",
         "tests/test_parts.py::test_slices_of_no_more_than_half_are_stored_alone",
@@ -250,14 +250,14 @@ MUTATIONS = [
     ),
     Mutation(
         "Mamba's input is stored as dt, B and C are",
-        "jaxcompact/tensors.py",
+        "jaxcompact/candidates.py",
         "lesser = 0 < 2 * entries(read.intersection(slices)) <= whole",
         "lesser = False",
         "tests/test_parts.py::test_what_exponentials_read_a_part_of_is_stored_in_parts",
     ),
     Mutation(
         "q, k and v in one are stored in parts",
-        "jaxcompact/tensors.py",
+        "jaxcompact/candidates.py",
         "less = lesser or 2 * entries(slices) <= whole",
         "if True:",
         "tests/test_parts.py::test_what_is_stored_whole",
@@ -742,7 +742,7 @@ MUTATIONS = [
     Mutation(
         "a sum stands for a term that something else reads",
         "jaxcompact/sums.py",
-        "v in sums and len(readers[v]) == 1}",
+        "v in sums and len(graph.readers[v]) == 1}",
         "v in sums}",
         "tests/test_sums.py::test_what_is_read_as_a_sum_alone_is_stored_as_that",
     ),
@@ -1041,7 +1041,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gates that are made together have one bound, or none",
-        "jaxcompact/tensors.py",
+        "jaxcompact/candidates.py",
         "less or bounded >= {*slices} or",
         "less or",
         "tests/test_parts.py::"
@@ -1049,7 +1049,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a tensor is cut where one slice has a bound",
-        "jaxcompact/tensors.py",
+        "jaxcompact/candidates.py",
         "bounded >= {*slices}",
         "not bounded.isdisjoint(slices)",
         "tests/test_parts.py::"
@@ -1058,8 +1058,8 @@ MUTATIONS = [
     Mutation(
         "parts that are read as sums are stored one by one",
         "jaxcompact/tensors.py",
-        "if self._move_to_slices(exponents):",
-        "if not self._move_to_slices(exponents):",
+        "if self.found.move_to_slices(exponents, self.tables):",
+        "if not self.found.move_to_slices(exponents, self.tables):",
         "tests/test_parts.py::test_parts_that_are_read_as_sums_are_stored_as_these",
     ),
     Mutation(

@@ -230,8 +230,7 @@ def _point(
             fixed.update(op.outs)
     first = len(replay.recording.active) + len(replay.recording.wrt)
     stored = {v for v in traced.outputs[first:] if isinstance(v, int)}
-    makers = {v: op for op in traced.ops for v in op.outs}
-    seconds = sum(operation_seconds(op, card, makers) for op in traced.ops)
+    seconds = sum(operation_seconds(op, card, traced.made_by) for op in traced.ops)
     avals = (traced.avals[v] for v in stored - fixed)
     nbytes = sum(nbytes_of(a) for a in avals if not on_host(a))
     return Point(name, nbytes, seconds)

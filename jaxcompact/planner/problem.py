@@ -231,12 +231,11 @@ def problem(
             if item.source in whole:
                 exact = tuple(o for o in item.options if not o.lossy)
                 items[n] = replace(item, options=exact)
-    makers = {v: op for op in graph.ops for v in op.outs}
     return Problem(
         tuple(items),
         needed,
-        {op: operation_seconds(op, card, makers) for op in graph.ops},
-        makers,
+        {op: operation_seconds(op, card, graph.made_by) for op in graph.ops},
+        graph.made_by,
         frozenset(replay.tensors.fixed),
         {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
         {source: parents.get(source, frozenset()) for source in sources},
