@@ -1,5 +1,6 @@
 """Strict mode: an accidental upcast or broadcast is a memory bug here, so it fails."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from jaxcompact import cli
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Else a sixth of the time goes to looking for garbage among all that JAX has traced,
+# and to writing down ten callers of each operation.
+gc.set_threshold(50_000, 50, 100)
+jax.config.update("jax_traceback_in_locations_limit", 1)
 if jax.config.jax_platforms == "cpu" or not os.environ.get("JAXCOMPACT_TEST_GPU"):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)

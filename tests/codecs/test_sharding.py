@@ -105,15 +105,19 @@ def test_nothing_is_moved_for_groups_that_do_not_come_out_even(codec):
         np.testing.assert_array_equal(jax.device_get(all_of)[:, 0], of_first)
 
 
+def in_layouts(codec):
+    """One of groups and one of bytes in all of them, of others two, of some none."""
+    for i, layout in enumerate(LAYOUTS):
+        several = i in (0, 4) and codec not in CODECS[1:4]
+        fast = several or codec in (CODECS[0], BitMask())
+        marks = () if fast else pytest.mark.slow
+        yield pytest.param(codec, *layout, marks=marks, id=f"{codec!r}-{layout}")
+
+
 @pytest.mark.parametrize(
-    "codec",
-    [
-        *(pytest.param(codec, marks=pytest.mark.slow) for codec in CODECS[1:4]),
-        *(CODECS[0], *CODECS[4:], OutlierQuantized(4)),
-    ],
-    ids=repr,
+    ("codec", "shape", "spec"),
+    [case for codec in (*CODECS, OutlierQuantized(4)) for case in in_layouts(codec)],
 )
-@pytest.mark.parametrize(("shape", "spec"), LAYOUTS, ids=str)
 def test_any_layout_is_taken(codec, shape, spec):
     """As on one device; but what devices have of a row, if that is of no whole groups.
 

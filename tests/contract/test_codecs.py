@@ -86,7 +86,7 @@ def test_float64_saturates(case):
     with jax.enable_x64(True):
         x = jnp.array([[1e300, -3.0]] * 64, jnp.float64)
         if case.codec.supports(x.dtype):
-            assert jnp.isfinite(case.codec.decode(case.codec.encode(x))).all()
+            assert jnp.isfinite(quick_round_trip(case.codec, x)[1]).all()
 
 
 @every

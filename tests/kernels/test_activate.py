@@ -234,7 +234,7 @@ def test_vmap(mapped):
         def one(gate, bias):
             return activate(f, [gate, up], [bias, scale], **fields, **which)
 
-        return jax.vmap(one, axes)(gate, biases)
+        return jax.jit(jax.vmap(one, axes))(gate, biases)
 
     expected = run(reference.activate)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
