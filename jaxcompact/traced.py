@@ -430,7 +430,9 @@ def _guard(label: str) -> Callable:
     def _(primals, tangents):
         raise NotImplementedError(
             f"checkpoint of {label!r}: what is encoded has no second derivative; use "
-            f"jax.checkpoint, or a policy that saves and recomputes alone"
+            f"jax.checkpoint, or a policy that saves and recomputes alone; a gradient "
+            f"that is a constant, as of an adversarial step, is taken at "
+            f"jax.lax.stop_gradient of the parameters"
         )
 
     return guard

@@ -54,6 +54,24 @@ def test_mixed_second_derivatives():
         assert relative(got, jax.grad(penalty(mlp))(W)) < 10 * ULPS
 
 
+def test_a_gradient_that_is_a_constant():
+    """An adversarial step: nothing outside differentiates it, if it is told so."""
+
+    def trained(f, given):
+        def loss(w):
+            away = jnp.sign(jax.grad(weighted(f), 1)(given(w), X))
+            return weighted(f)(w, X + 0.1 * jax.lax.stop_gradient(away))
+
+        return jax.grad(loss)(W)
+
+    small = jc.checkpoint(mlp, policy=LOSSY, params=0)
+    with pytest.raises(NotImplementedError, match="stop_gradient of the parameters"):
+        trained(small, lambda w: w)
+    exact = trained(mlp, lambda w: w)
+    # 8 bits err by 0.5 %; where a sign has flipped the step was another one.
+    assert relative(trained(small, jax.lax.stop_gradient), exact) < 0.03
+
+
 def test_a_gradient_of_any_length():
     """The function itself can be exported so."""
     small = jc.checkpoint(mlp, policy=LOSSY, params=0)
