@@ -13,7 +13,7 @@ from jaxcompact import cli
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Else a sixth of the time goes to looking for garbage among all that JAX has traced,
+# Else a tenth of the time goes to looking for garbage among all that JAX has traced,
 # and to writing down ten callers of each operation.
 gc.set_threshold(50_000, 50, 100)
 jax.config.update("jax_traceback_in_locations_limit", 1)
