@@ -99,12 +99,7 @@ def _crosses(op: Op, graph: Graph) -> bool:
     return len(of) == 2 and all(1 < n < size for n in of.values())
 
 
-def _has_data(
-    op: Op,
-    graph: Graph,
-    fixed: Set[int],
-    moving: Set[int],
-) -> bool:
+def _has_data(op: Op, graph: Graph, fixed: Set[int], moving: Set[int]) -> bool:
     """Whether a sum is one of a prediction and data: a target's negative, noise.
 
     Data is made of nothing that is differentiated; or, as far as is known, cheaply of

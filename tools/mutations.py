@@ -60,7 +60,7 @@ MUTATIONS = [
         "rounded numbers are where their bounds are, whoever reads them",
         "jaxcompact/integers.py",
         "while at not in integers and len(graph.readers[at]) == 1:",
-        "while at not in integers and readers[at]:",
+        "while at not in integers and graph.readers[at]:",
         "tests/test_integers.py::test_what_a_bound_is_read_beside_is_not_in_its_place",
     ),
     Mutation(
