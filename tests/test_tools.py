@@ -174,6 +174,8 @@ def test_lines_to_break_are_there_once(monkeypatch):
     for mutation in importlib.import_module("mutations").MUTATIONS:
         text = (TOOLS.parent / mutation.path).read_text()
         assert text.count(mutation.old) == 1, mutation
+        if mutation.path.endswith(".py"):
+            ast.parse(text.replace(mutation.old, mutation.new), mutation.what)
 
 
 def test_tests_that_see_them_broken_are_there(monkeypatch):

@@ -259,7 +259,7 @@ MUTATIONS = [
         "q, k and v in one are stored in parts",
         "jaxcompact/candidates.py",
         "less = lesser or 2 * entries(slices) <= whole",
-        "if True:",
+        "less = True",
         "tests/test_parts.py::test_what_is_stored_whole",
     ),
     Mutation(
