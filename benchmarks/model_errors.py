@@ -94,7 +94,7 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
         other_kept, other = list(kept), list(stored)
         if slot.tensor.name in places:
             k = places[slot.tensor.name]
-            store = plan.stores[k]
+            store = plan.stores.each[k]
             x = store.decode(stored[k])
             other[k] = store.encode(rounded(slot.action, x))
         else:
@@ -117,7 +117,7 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
         "predicted": float(jnp.sqrt(sum(squares)) / norm),
         "stored": sum(
             leaf.size * leaf.dtype.itemsize
-            for store in real.stores
+            for store in real.stores.each
             for leaf in store.leaves
         ),
         # A loop's residuals are codes already, where its body encodes.

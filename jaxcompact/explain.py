@@ -196,7 +196,7 @@ def _is_of_relu(row: Row) -> bool:
 def _rows(plan: Plan) -> list[Row]:
     replay = plan.replay
     stores: dict[Any, list] = {}
-    for slot, store in zip(replay.slots, plan.stores, strict=True):
+    for slot, store in zip(replay.slots, plan.stores.each, strict=True):
         value = getattr(slot.source, "value", slot.source)
         value = replay.stands_for.get(slot.source, value)
         stores.setdefault(value, []).append((slot, store))

@@ -2,7 +2,7 @@
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +13,17 @@ import jax.numpy as jnp
 
 from jaxcompact.arrays import on_host, types_made
 from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.forward import held
 from jaxcompact.graph import graph_of
 from jaxcompact.kernels import choice
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
+from jaxcompact.norms import Norm
 from jaxcompact.policy import Save
 from jaxcompact.reals import as_reals, from_reals, is_complex
+from jaxcompact.regions import Region
 from jaxcompact.replay import Replay, Slot
 from jaxcompact.schedule import Later
+from jaxcompact.sources import Source
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,71 @@ class Store:
         # Groups that lie on several devices are gathered.
         same = jax.typeof(x).sharding.spec == sharding.spec
         return x if same else jax.sharding.reshard(x, sharding)
+
+
+class Stores:
+    """Those of a replay's slots, and the forward pass that fills them."""
+
+    def __init__(self, replay: Replay):
+        self.forward = replay.forward
+        self.sources = [slot.source for slot in replay.slots]
+        self.each = [Store.of(slot, replay) for slot in replay.slots]
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        seen: Callable[[Source, Any], Any] | None,
+        hold: bool,
+    ) -> tuple[list[Any], list[list[Any]]]:
+        """The outputs, and what is stored of each slot.
+
+        Args:
+            inputs: of the function.
+            seen: ``(source, value)``: what is stored is of this, where a policy probes
+                it: it is encoded otherwise than it is read.
+            hold: the outputs wait for what is stored, or XLA encodes late, and keeps
+                what it encodes.
+        """
+        regions = () if seen else list(filter(self._in_one_pass, self.forward.regions))
+        holds = [store.holds() for store in self.each]
+
+        def encode(k: int, x: Any) -> list[jax.Array]:
+            return self.each[k].encode(seen(self.sources[k], x) if seen else x)
+
+        outs, stored = self.forward.run(inputs, encode, holds, regions, self._evaluate)
+        return held(outs, stored, holds) if hold else (outs, stored)
+
+    def _in_one_pass(self, region: Region | Norm) -> bool:
+        """Whether its sources' codec takes a kernel that evaluates it as well."""
+        stores = self._of(region)
+        codec, avals = stores[0].codec, [store.aval for store in stores]
+        if type(codec) is not Quantized:
+            return False
+        of = [self.forward.graph.avals[v] for v in region.parameters]
+        if isinstance(region, Norm):
+            return codec.normalizes(region, *avals, of)
+        return codec.activates(region, avals, of)
+
+    def _evaluate(self, region: Region | Norm, arrays: list) -> tuple[list, list]:
+        """What it makes, and what is stored of its sources."""
+        xs, parameters = arrays[: len(region.sources)], arrays[len(region.sources) :]
+        stores = self._of(region)
+        codec = stores[0].codec
+        if isinstance(region, Norm):
+            outs, encoded = codec.normalize(region, *xs, parameters)
+            return outs, [stores[0].leaves_of(encoded)]
+        bounds = [store.codec.bound for store in stores]
+        y, encoded = codec.activate(region, xs, parameters, bounds)
+        pairs = zip(stores, encoded, strict=True)
+        return [y], [store.leaves_of(e) for store, e in pairs]
+
+    def _of(self, region: Region | Norm) -> list[Store]:
+        return [self.each[k] for k in self.forward.slots_of(region)]
+
+    def later(self, stored: Sequence[list[jax.Array]]) -> list[Any]:
+        """Their values, decoded where the backward pass reads them."""
+        pairs = zip(self.each, stored, strict=True)
+        return [store.later(leaves) for store, leaves in pairs]
 
 
 def _its_mesh(aval: Any) -> AbstractContextManager:

@@ -9,18 +9,15 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jaxcompact.arrays import barrier, is_inexact, jitted, renewed, types_made, zeros
-from jaxcompact.codecs import Quantized
-from jaxcompact.forward import held
 from jaxcompact.graph import Graph, Op, graph_of, joined, read
 from jaxcompact.kinds import is_entered
 from jaxcompact.loops import inputs_of_body, known_inside
-from jaxcompact.norms import Norm
 from jaxcompact.outputs import Outputs, even, undifferentiable
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.pullbacks import Mask, differentiable
-from jaxcompact.regions import Region
 from jaxcompact.replay import Replay
-from jaxcompact.stores import Store
+from jaxcompact.sources import Source
+from jaxcompact.stores import Stores
 
 
 class Traced:
@@ -188,7 +185,7 @@ class Plan:
             traced.prefix,
             still | refused,
         )
-        self.stores = [Store.of(slot, self.replay) for slot in self.replay.slots]
+        self.stores = Stores(self.replay)
         self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
         self.forward = jitted(self._forward, traced.once)
         self.backward = functools.cache(self._jitted_backward)
@@ -248,9 +245,9 @@ class Plan:
         """The inputs that the backward pass takes as they are."""
         inputs, probes = self.traced.split(inputs)
         places = {i: self.traced.graph.inputs[i] for i in self.replay.kept}
-        return [self._probed(v, inputs[i], probes) for i, v in places.items()]
+        return [self._probed(probes, v, inputs[i]) for i, v in places.items()]
 
-    def _probed(self, source: Any, value: Any, probes: Sequence[Any]) -> Any:
+    def _probed(self, probes: Sequence[Any], source: Source, value: Any) -> Any:
         source = self.replay.stands_for.get(source, source)
         if not probes or source not in self.replay.chosen:
             return value
@@ -258,62 +255,19 @@ class Plan:
         return self.traced.policy.probe(tensor, value, *probes)
 
     def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
-        slots = self.replay.slots
         inputs, probes = self.traced.split(inputs)
         # All of them: what is outside may differentiate by others than what is inside.
         inputs = [self.guard(x) if is_inexact(x) else x for x in inputs]
-        # What a policy probes is encoded otherwise than it is read.
-        regions = (
-            []
-            if probes
-            else list(filter(self._in_one_pass, self.replay.forward.regions))
-        )
-        holds = [store.holds() for store in self.stores]
-        outs, stored = self.replay.forward.run(
-            inputs,
-            lambda k, x: self.stores[k].encode(
-                self._probed(slots[k].source, x, probes)
-            ),
-            holds,
-            regions,
-            self._evaluate,
-        )
-        if self.traced.prevent_cse:  # or XLA encodes late, and keeps what it encodes
-            outs, stored = held(outs, stored, holds)
+        seen = functools.partial(self._probed, probes) if probes else None
+        outs, stored = self.stores.run(inputs, seen, self.traced.prevent_cse)
         return even(outs, self.traced.uneven, inputs), stored
-
-    def _in_one_pass(self, region: Region | Norm) -> bool:
-        """Whether its sources' codec takes a kernel that evaluates it as well."""
-        stores = [self.stores[k] for k in self.replay.forward.slots_of(region)]
-        codec, avals = stores[0].codec, [store.aval for store in stores]
-        if type(codec) is not Quantized:
-            return False
-        of = [self.replay.forward.graph.avals[v] for v in region.parameters]
-        if isinstance(region, Norm):
-            return codec.normalizes(region, *avals, of)
-        return codec.activates(region, avals, of)
-
-    def _evaluate(self, region: Region | Norm, arrays: list) -> tuple[list, list]:
-        """What it makes, and what is stored of its sources."""
-        xs, parameters = arrays[: len(region.sources)], arrays[len(region.sources) :]
-        stores = [self.stores[k] for k in self.replay.forward.slots_of(region)]
-        codec = stores[0].codec
-        if isinstance(region, Norm):
-            outs, encoded = codec.normalize(region, *xs, parameters)
-            return outs, [stores[0].leaves_of(encoded)]
-        bounds = [store.codec.bound for store in stores]
-        y, encoded = codec.activate(region, xs, parameters, bounds)
-        pairs = zip(stores, encoded, strict=True)
-        return [y], [store.leaves_of(e) for store, e in pairs]
 
     def _backward(self, live, kept, stored, cts) -> list[Any]:
         kept, stored = renewed((kept, stored))
         if self.traced.prevent_cse:
             # Or XLA decodes early, and drops a copy to the host that is copied back.
             kept, stored, cts = barrier((kept, stored, cts))
-        pairs = zip(self.stores, stored, strict=True)
-        values = [store.later(leaves) for store, leaves in pairs]
-        return self.replay.run_backward(live, kept, values, cts)
+        return self.replay.run_backward(live, kept, self.stores.later(stored), cts)
 
 
 # --- differentiation -------------------------------------------------------------

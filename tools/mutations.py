@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the sum of a block's relu can't be stored",
-        "jaxcompact/planner/problem.py",
+        "jaxcompact/planner/items.py",
         "if function and not tensor.discrete and len(large) > 1:",
         "if False:",
         "tests/planner/test_candidates.py"
@@ -1108,7 +1108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all tensors of a function have one bound",
-        "jaxcompact/traced.py",
+        "jaxcompact/stores.py",
         "bounds = [store.codec.bound for store in stores]",
         "bounds = [codec.bound for store in stores]",
         "tests/test_regions.py::test_gradients_are_those_without_the_kernel[gated]",

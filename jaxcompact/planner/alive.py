@@ -15,7 +15,8 @@ from collections.abc import Collection, Sequence
 
 from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
-from jaxcompact.planner.problem import Option, Problem
+from jaxcompact.planner.items import Option
+from jaxcompact.planner.problem import Problem
 from jaxcompact.planner.stages import loads
 from jaxcompact.sources import Residual, Source
 

@@ -21,7 +21,8 @@ import numpy as np
 from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
 from jaxcompact.planner.integer import IntegerProgram
-from jaxcompact.planner.problem import Item, Problem
+from jaxcompact.planner.items import Item
+from jaxcompact.planner.problem import Problem
 from jaxcompact.sources import Residual, Source
 
 Terms = dict[int, float]

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxcompact.planner.integer import IntegerProgram
+from jaxcompact.planner.items import Option
 from jaxcompact.planner.lifetimes import Lifetimes
-from jaxcompact.planner.problem import Option, Problem
+from jaxcompact.planner.problem import Problem
 from jaxcompact.sources import Residual
 
 _NODES = 200  # of a search with lifetimes, which are modelled: it could take minutes

@@ -1,83 +1,25 @@
-"""What a planner chooses among: the tensors of a block, and what each choice costs."""
+"""A block, as a planner sees it: what it chooses among."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import jax
-
 from jaxcompact import policies
-from jaxcompact.codecs import Codec, Offload, Quantized
+from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.graph import Op
-from jaxcompact.kernels.explicit import part
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of, bodies_of
 from jaxcompact.planner.effects import Sensitivity, is_real, noise_of, require_codecs
-from jaxcompact.planner.measured import codec_seconds, operation_seconds
+from jaxcompact.planner.items import Item, item_of, kept_sum, of_several
+from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.stages import Stages, stages_of
-from jaxcompact.policy import (
-    Action,
-    ChoosesActions,
-    Compress,
-    Derivative,
-    Recompute,
-    Save,
-    of_value,
-)
-from jaxcompact.reals import reals_of
+from jaxcompact.policy import Action, ChoosesActions, Compress, Save
 from jaxcompact.replay import Replay
 from jaxcompact.sources import Residual, Source
 from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan as Traces
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to store a tensor.
-
-    Attributes:
-        action: what a policy says for it.
-        nbytes: on a device, of one layer.
-        seconds: to encode and decode it.
-        noise: mean square of what decoding adds to the gradient, relative to its own;
-            where that was not measured, as much as it adds to the tensor.
-        lossy: whether decoding adds anything to some tensor, if not to this gradient.
-        away: whether it lies in the host's memory.
-    """
-
-    action: Action
-    nbytes: int
-    seconds: float
-    noise: float
-    lossy: bool = False
-    away: bool = False
-
-    @property
-    def encoded(self) -> bool:
-        return of_value(self.action) != Save()
-
-
-@dataclass(frozen=True)
-class Item:
-    """A tensor, and how it may be stored.
-
-    Attributes:
-        source: what it is of.
-        tensor: as policies see it.
-        options: one of which is chosen, or none.
-        again: whether it may be made again.
-        otherwise: what is done with it if none is chosen.
-    """
-
-    source: Source
-    tensor: Tensor
-    options: tuple[Option, ...]
-    again: bool
-    otherwise: Action = Recompute()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)
@@ -203,11 +145,11 @@ def problem(
     if inside and found is not None and found.measure:
         outside = (tensor.name for tensor, _, _ in replay.chosen.values())
         inside = found.under(dict.fromkeys(outside, Save()) | actions).inside
-    several = _of_several(replay)
+    several = of_several(replay)
     for source, (tensor, action, _) in replay.chosen.items():
         item = None
         if tensor.kind != "function" or source in several:
-            item = _item(source, tensor, action, replay, base, codecs, card, found)
+            item = item_of(source, tensor, action, replay, base, codecs, card, found)
         if item is None:
             actions[tensor.name] = action
         else:
@@ -237,7 +179,7 @@ def problem(
         {op: operation_seconds(op, card, graph.made_by) for op in graph.ops},
         graph.made_by,
         frozenset(replay.tensors.fixed),
-        {i.source: above[i.source] for i in items if _kept_sum(i.tensor)},
+        {i.source: above[i.source] for i in items if kept_sum(i.tensor)},
         {source: parents.get(source, frozenset()) for source in sources},
         frozenset(
             i.source
@@ -266,120 +208,6 @@ def _normed(
     norms = (v for v, (tensor, *_) in replay.chosen.items() if tensor.normed)
     found = frozenset().union(*(above.get(v, frozenset()) & products for v in norms))
     return found - frozenset().union(*(above[v] for v in found))
-
-
-def _item(
-    source: Source,
-    tensor: Tensor,
-    action: Action,
-    replay: Replay,
-    base: ChoosesActions,
-    codecs: Sequence[Codec],
-    card: Device,
-    found: Sensitivity | None,
-) -> Item | None:
-    if not isinstance(source, int | Residual) or source in replay.keep:
-        return None
-    again = tensor.kind != "input"
-    avals = replay.graph.avals if isinstance(source, int) else replay.recording.avals
-    aval = avals[source]
-    shape, _ = reals_of(jax.ShapeDtypeStruct(part(aval), aval.dtype))
-    option = partial(_option, tensor=tensor, shape=shape, card=card, found=found)
-    if tensor.frozen or tensor.discrete:
-        return None
-    if tensor.kind in ("mask", "choice"):
-        return None
-    if _kept_sum(tensor):
-        return Item(source, tensor, (option(Save()),), again)
-    special = not tensor.floating or tensor.statistic or tensor.divisor
-    if special and isinstance(action, Save | Codec):
-        return Item(source, tensor, (option(action),), again)
-    if special:
-        return None
-    asked = action
-    if tensor.cheap or tensor.terms is not None:  # what `base` would do if it stored it
-        asked, _ = base.decide(replace(tensor, cheap=False, terms=None))
-    actions = [Save()]
-    if found and tensor.name in found.effects:
-        measured = found.effects[tensor.name].errors
-        where = shape, tensor.dtype
-        actions += (codec for codec in measured if not codec.host_nbytes(*where))
-    elif (
-        tensor.scores is not None or tensor.exponent or tensor.enlarged or tensor.fused
-    ):
-        here = isinstance(asked, Codec) and not asked.host_nbytes(shape, tensor.dtype)
-        actions += [asked] if here else []
-    else:
-        actions += [c for c in codecs if c.supports(tensor.dtype)]
-    if card.host_bandwidth and Offload().supports(tensor.dtype):
-        actions.append(Offload())
-    options = tuple(map(option, dict.fromkeys(actions)))
-    if isinstance(action, Derivative):
-        options = tuple(
-            replace(o, action=replace(action, value=o.action)) for o in options
-        )
-        return Item(source, tensor, options, again, otherwise=action)
-    return Item(source, tensor, options, again)
-
-
-def _of_several(replay: Replay) -> set[Source]:
-    """Functions of what several tensors are added to, as a ResNet's of each block.
-
-    Made again they are made of those of all blocks before. Others are of one tensor,
-    which can be stored in their place.
-    """
-    avals = replay.graph.avals
-    below = {
-        v: frozenset([v])
-        for v in replay.graph.inputs
-        if v in replay.chosen and v in replay.moving
-    }
-    found: set[Source] = set()
-    for op in replay.graph.ops:
-        made_of = frozenset().union(*(below.get(v, ()) for v in op.reads))
-        for value in op.outs:
-            tensor, *_ = replay.chosen.get(value, (None,))
-            function = tensor and tensor.kind == "function" and not tensor.divisor
-            large = [v for v in made_of if avals[v].size >= avals[value].size]
-            if function and not tensor.discrete and len(large) > 1:
-                found.add(value)
-            stored = tensor and tensor.kind == "op" and not tensor.statistic
-            own = stored or value in found
-            below[value] = frozenset([value]) if own else made_of
-    return found
-
-
-def _kept_sum(tensor: Tensor) -> bool:
-    return tensor.statistic and tensor.kind == "op"
-
-
-def _option(
-    action: Action,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    card: Device,
-    found: Sensitivity | None,
-) -> Option:
-    """``shape``: of one device's part."""
-    dtype = tensor.dtype
-    if not isinstance(action, Codec):
-        return Option(action, math.prod(shape) * dtype.itemsize, 0.0, 0.0)
-    return Option(
-        action,
-        action.nbytes(shape, dtype),
-        codec_seconds(action, shape, dtype, card),
-        _noise(action, tensor, found),
-        noise_of(action, tensor) > 0,
-        bool(action.host_nbytes(shape, dtype)),
-    )
-
-
-def _noise(action: Action, tensor: Tensor, found: Sensitivity | None) -> float:
-    noise = noise_of(action, tensor)
-    if noise and found and tensor.name in found.effects:
-        effect = found.effects[tensor.name]
-        return effect.error(action) / effect.count
-    return noise
 
 
 def named(items: Sequence[Item], chosen: Sequence[Any]) -> dict[str, Action]:
