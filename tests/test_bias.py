@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 
 DRAWS = 1024
 
@@ -33,7 +34,7 @@ def distance_from_floor(codec: jc.Codec) -> float:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("symmetric", [slow(True), False])
 def test_bias_is_at_the_sampling_floor(bits, symmetric):
     """512 numbers: of a fair codec the ratio is 1 +- 0.03; 1.3 is ten deviations."""
     codec = jc.Quantized(bits, symmetric=symmetric, stochastic=True)

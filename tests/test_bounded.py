@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in
 from tests.residuals import normal
 
@@ -68,10 +69,10 @@ def errors(fun, w, x, policy):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("scale", [pytest.param(1, marks=pytest.mark.slow), 4, 32])
+@pytest.mark.parametrize("scale", [slow(1), 4, 32])
 @pytest.mark.parametrize(
     ("policy", "bound"),
-    [pytest.param("int8", 0.02, marks=pytest.mark.slow), ("int4", 0.25)],
+    [slow("int8", 0.02), ("int4", 0.25)],
 )
 def test_gradients_are_near_whatever_the_size(name, scale, policy, bound):
     """Rounded as they are, 0.35 at 4 and above 1 at 32; a bias' is the largest."""
@@ -79,7 +80,10 @@ def test_gradients_are_near_whatever_the_size(name, scale, policy, bound):
     assert max(errors(of(FUNCTIONS[name]), *wide(scale), policy)) < bound
 
 
-@pytest.mark.parametrize("name", [n for n in FUNCTIONS if n != "softcap"])
+@pytest.mark.parametrize(
+    "name",
+    ["tanh", "clip", "relu6", *map(slow, ("sigmoid", "erf", "clamp", "two_sided"))],
+)
 def test_what_overflows_in_front_of_them_is_no_nan(name):
     """In float16, whose largest is 65504."""
     w, x = wide(2e4, jnp.float16)

@@ -6,6 +6,7 @@ import pytest
 
 import jaxcompact as jc
 from tests.candidates import candidates
+from tests.cases import slow
 
 
 def normal(seed, *shape):
@@ -70,7 +71,7 @@ LOSSES = [barlow_twins, of_a_difference, by_a_sum_of_all, covariances]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.02), ("int4", 0.25)])
+@pytest.mark.parametrize(("policy", "bound"), [slow("int8", 0.02), ("int4", 0.25)])
 def test_the_gradient_of_small_correlations(loss, policy, bound):
     """Codes of 4 bits, beside the diagonal, would leave nothing of it, of 8 a tenth."""
     wrapped = jc.checkpoint(loss, policy=getattr(jc.policies, policy)(), params=0)

@@ -8,6 +8,7 @@ import jaxcompact as jc
 from jaxcompact import memory
 from jaxcompact.kernels import choice
 from tests.candidates import W, X, candidates
+from tests.cases import slow
 
 
 def normed(x):
@@ -62,9 +63,7 @@ def peak(block, layers, whole):
         return memory.peak(jax.grad(loss), [of] * layers, x, device="h200").peak_bytes
 
 
-@pytest.mark.parametrize(
-    "block", [before, pytest.param(behind, marks=pytest.mark.slow), scaled, activated]
-)
+@pytest.mark.parametrize("block", list(map(slow, (before, behind, scaled, activated))))
 def test_a_whole_model_takes_what_its_layers_take(block):
     """Of ten layers; sums of up to four tensors are made again, but within what reads
     them. Of the sums of all layers before, the peak was 1.1 to 1.7 times as large."""

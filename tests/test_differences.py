@@ -17,6 +17,7 @@ import jaxcompact as jc
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import problem_of
 from tests.candidates import candidates
+from tests.cases import slow
 from tests.difference_cases import LOSSES, PARAMS, X, Y, error, normal, predicted
 
 CODECS = [jc.Quantized(8, 32)]
@@ -25,7 +26,7 @@ CODECS = [jc.Quantized(8, 32)]
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
     ("policy", "bound"),
-    [pytest.param("int8", 0.015, marks=pytest.mark.slow), ("int4", 0.25)],
+    [slow("int8", 0.015), ("int4", 0.25)],
 )
 def test_the_gradient_of_a_small_difference(name, policy, bound):
     """Three tensors are rounded, each by 10 % of its size with 4 bits.

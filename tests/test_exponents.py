@@ -9,6 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
@@ -132,7 +133,7 @@ def errors(loss, policy):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("bits", [4, 3])
+@pytest.mark.parametrize("bits", [4, slow(3)])
 def test_gradients_are_near(name, bits):
     """Several times the rounding of what else is stored, 7 and 15 %.
 

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
@@ -110,7 +111,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("seed", [9, 21])
+@pytest.mark.parametrize("seed", [9, slow(21)])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("policy", ["int8", "int4"])
 def test_gradients_are_near(name, policy, seed):
@@ -127,7 +128,7 @@ def test_gradients_are_near(name, policy, seed):
         assert off < {"int8": 0.06, "int4": 0.7}[policy], n
 
 
-@pytest.mark.parametrize("axes", ["Explicit", "Auto"])
+@pytest.mark.parametrize("axes", ["Explicit", slow("Auto")])
 @pytest.mark.parametrize("name", LAYERS)
 def test_devices_that_share_a_batch_find_the_same(name, axes):
     """But for the order of sums, by which a code may turn."""

@@ -10,6 +10,7 @@ import jaxcompact as jc
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem_of
 from tests.attention_cases import W, X
+from tests.cases import slow
 from tests.steep_cases import errors
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -42,7 +43,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize("policy", ["int8", "int4", "int3"])
+@pytest.mark.parametrize("policy", [slow("int8"), "int4", "int3"])
 def test_a_norm_of_what_is_rounded_away_stays(name, policy):
     """What is small beside its group decodes to zero: wrong by itself, by no more."""
     fun, w, x = NORMS[name]

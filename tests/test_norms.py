@@ -14,6 +14,7 @@ from jaxcompact import forward, stores
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
 from jaxcompact.norms import Norm
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in
 
 INT4 = jc.policies.int4()
@@ -168,7 +169,9 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    "fun", [layer, centred, as_flax_does, two_of_one], ids=lambda f: f.__name__
+    "fun",
+    [slow(layer), centred, slow(as_flax_does), two_of_one],
+    ids=lambda f: f.__name__,
 )
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted. The codes of x are the same, and y within the bound of `rows`.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 from tests.kernels.machine_code import compiled
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
@@ -16,7 +17,7 @@ MORE = [(24, 8, 1), (10, 1, 1), (12, 12, 1), (24, 6, 2)]
 SIZES = [
     (24, 7, 1),
     (24, 8, 4),
-    *(pytest.param(*s, marks=pytest.mark.slow) for s in MORE),
+    *(slow(*s) for s in MORE),
 ]
 
 

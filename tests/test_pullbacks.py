@@ -12,6 +12,7 @@ from flax import nnx
 import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
+from tests.cases import slow
 from tests.checkpoint.functions import LOSSY, SAVE, ULPS, W, X, equal, mlp, relative
 
 V = jnp.cos(W)
@@ -76,9 +77,7 @@ def in_turn(f):
     return [grads[i](W, X) for i in (0, 1, 0, 1, 1, 0)]
 
 
-@pytest.mark.parametrize(
-    "compiled", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("compiled", [True, slow(False)])
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(
     "use",

@@ -11,6 +11,7 @@ import pytest
 
 import jaxcompact as jc
 from tests.attention_cases import W, X
+from tests.cases import slow
 from tests.steep_cases import CASES, ONE, errors, posterior
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     ("policy", "bound"),
-    [pytest.param("int8", 0.02, marks=pytest.mark.slow), ("int4", 0.2)],
+    [slow("int8", 0.02), ("int4", 0.2)],
 )
 def test_gradients_are_near(name, policy, bound):
     fun, params, x = CASES[name]

@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcompact as jc
+from tests.cases import slow
 from tests.checkpoint.functions import (
     AGAIN,
     FUNCTIONS,
     LOSSY,
     SAVE,
-    SLOW,
     ULPS,
     W,
     X,
@@ -93,7 +93,7 @@ def plain_over_devices(name):
     return both_gradients(over_devices(of_a_part(name)))
 
 
-@pytest.mark.parametrize("policy", [pytest.param(SAVE, marks=SLOW), AGAIN, LOSSY])
+@pytest.mark.parametrize("policy", [slow(SAVE), AGAIN, LOSSY])
 @pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_with_shard_map(inside, name, policy):
@@ -186,7 +186,9 @@ SHARED = (None, None, "tensor"), ("tensor",), (None, "tensor"), (None, "tensor")
 SHARED = *SHARED, ("tensor",)
 
 
-@pytest.mark.parametrize("set_mesh", [True, False], ids=["mesh set", "mesh of arrays"])
+@pytest.mark.parametrize(
+    "set_mesh", [True, slow(False)], ids=["mesh set", "mesh of arrays"]
+)
 @pytest.mark.parametrize(
     ("policy", "limit"),
     [

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 from tests.checkpoint.functions import (
     AGAIN,
     FUNCTIONS,
     LOSSY,
     Q8,
     SAVE,
-    SLOW,
     ULPS,
     W,
     X,
@@ -31,8 +31,8 @@ from tests.checkpoint.functions import (
 
 
 @by_name
-@pytest.mark.parametrize("policy", [SAVE, AGAIN])
-@pytest.mark.parametrize("params", [0, pytest.param(None, marks=SLOW)])
+@pytest.mark.parametrize("policy", [slow(SAVE), AGAIN])
+@pytest.mark.parametrize("params", [0, slow(None)])
 def test_exact_actions_give_the_exact_gradient(name, policy, params):
     small = jc.checkpoint(FUNCTIONS[name], policy=policy, params=params)
     assert relative(gradients(small, W, X), plain(name)) < ULPS
@@ -182,7 +182,7 @@ def plain_outputs(name):
 @pytest.mark.parametrize(
     "policy",
     [
-        *(pytest.param(p, marks=SLOW) for p in (SAVE, AGAIN, LOSSY)),
+        *map(slow, (SAVE, AGAIN, LOSSY)),
         jc.policies.int4(),
     ],
 )

@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
+from tests.cases import slow
 from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS, relative
 from tests.residuals import crossing
 
@@ -58,10 +59,12 @@ def gradients(fun, axes, args):
 
 
 @pytest.mark.parametrize(
-    "policy", [SAVE, AGAIN, LOSSY], ids=["save", "again", "8 bits"]
+    "policy", [slow(SAVE), AGAIN, LOSSY], ids=["save", "again", "8 bits"]
 )
 @pytest.mark.parametrize(
-    ("params", "held"), [(0, jax.jit), (None, lambda f: f)], ids=["jit", "no params"]
+    ("params", "held"),
+    [(0, jax.jit), slow(None, lambda f: f)],
+    ids=["jit", "no params"],
 )
 @pytest.mark.parametrize("fun", [penalized, two, summed, summed_branches])
 def test_what_examples_share_counts_once(fun, params, held, policy):

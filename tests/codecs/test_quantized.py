@@ -14,6 +14,7 @@ import jaxcompact as jc
 from jaxcompact import memory
 from jaxcompact.codecs import Float8, OutlierQuantized, Quantized, fitted
 from jaxcompact.kernels import choice
+from tests.cases import slow
 from tests.codecs.emulation import F32, QUARTERS, bits_of, emulated_group
 from tests.kernels.machine_code import compiled
 
@@ -169,7 +170,7 @@ def test_a_head_axis_between_tokens_and_channels():
         (7, 64, 8),  # one group, in whole bytes
     ],
 )
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("symmetric", [slow(True), False])
 def test_tokens_are_in_groups_that_are_alike(tokens, size, group, symmetric):
     """Group by group, each by itself; so is what is stored."""
     codec = Quantized(4, size, symmetric, axis=-2)
@@ -261,8 +262,10 @@ def test_a_card_reads_twice_what_it_encodes(codec):
     assert len(re.findall(rf" fusion\([^)]*%{re.escape(x)}[,)]", entry)) == 2
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize(
+    ("symmetric", "stochastic"),
+    [(True, False), slow(False, False), slow(True, True), (False, True)],
+)
 @pytest.mark.parametrize("width", [96, 256])  # groups go on in the next row, or not
 def test_a_card_writes_codes_alone(symmetric, stochastic, width):
     """Of x's size nothing but x itself, which is no wider than bfloat16."""

@@ -17,6 +17,7 @@ from jaxcompact.codecs import (
 from jaxcompact.codecs.codec import merged
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.quantize import reference
+from tests.cases import slow
 from tests.contract.codec_cases import quantized_groups
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -60,7 +61,7 @@ def compiled(codec, x):
     ("axis", "codec"),
     [(0, codec) for codec in CODECS]
     + [
-        pytest.param(2, codec, marks=pytest.mark.slow)
+        slow(2, codec)
         for codec in CODECS
         # Lanes are slices of the whole width.
         if codec not in (BitMask(), Narrow(2), Narrow(8, -8))

@@ -23,6 +23,7 @@ import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
 from jaxcompact.paths import map_named
+from tests.cases import slow
 
 BATCH, LENGTH, N, M = 4, 6, 21, 10  # odd sizes: ranks and groups do not divide them
 RULE = r".*first/kernel"
@@ -182,8 +183,11 @@ def assert_close(got, expected, rtol):
     jax.tree.map(close, got, expected)
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["flat", "scan"])
-@pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [(False, False), slow(True, False), slow(False, True), (True, True)],
+    ids=["as it is", "remat", "scan", "remat in a scan"],
+)
 def test_gradients(make_case, remat, scan):
     case, space, x = make_case(jnp.float32, remat, scan), subspace(), inputs()
     np.testing.assert_array_equal(case.ours(case.params, x), case.plain(case.params, x))

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcompact as jc
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -56,7 +57,7 @@ def subspace() -> jc.Subspace:
 # Dtypes are cast before and after whatever is done with the moments.
 @pytest.mark.parametrize(
     ("moment", "dtype"),
-    [("keep", jnp.bfloat16), ("reset", jnp.float32), ("transfer", jnp.bfloat16)],
+    [("keep", jnp.bfloat16), slow("reset", jnp.float32), ("transfer", jnp.bfloat16)],
 )
 def test_shapes_and_dtypes_are_stable_and_it_compiles_once(inner, moment, dtype):
     chex.clear_trace_counter()

@@ -12,6 +12,7 @@ from jaxcompact.kernels.activate import reference
 from jaxcompact.kernels.activate.api import activate, in_one_pass
 from jaxcompact.kernels.functions import error_function
 from jaxcompact.kernels.functions.operations import TAKEN
+from tests.cases import slow
 from tests.kernels.machine_code import resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -112,10 +113,7 @@ CASES = {
 OFTEN = "SwiGLU, a group in part", "GELU of a biased x, a group in part"
 cases = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
-        for name in CASES
-    ],
+    [name if name in OFTEN else slow(name) for name in CASES],
 )
 
 

@@ -14,6 +14,7 @@ from jaxcompact.kernels.functions.rows import function_of
 from jaxcompact.kernels.normalize import reference
 from jaxcompact.kernels.normalize.api import in_one_pass, normalize
 from jaxcompact.kernels.quantize.reference import quantize
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in, resources
 from tests.kernels.test_activate import everything, same
 
@@ -123,10 +124,7 @@ CASES = {
 OFTEN = "RMSNorm, a group in part", "LayerNorm, there and back"
 cases = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
-        for name in CASES
-    ],
+    [name if name in OFTEN else slow(name) for name in CASES],
 )
 
 

@@ -11,6 +11,7 @@ from jaxcompact.kernels import choice
 from jaxcompact.kernels.project import reference
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.quantize.reference import dequantize
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in, resources
 from tests.kernels.test_activate import same
 
@@ -46,10 +47,7 @@ CASES = {
 OFTEN = "4 bits", "2 bits, 8-bit scales, one round"
 cases = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
-        for name in CASES
-    ],
+    [name if name in OFTEN else slow(name) for name in CASES],
 )
 
 

@@ -12,6 +12,7 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import api, mosaic_gpu, reference
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in, resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -96,16 +97,12 @@ CASES = {
 
 
 # On the oldest jax as well; what the others have is in one or other of these.
-OFTEN = "8 bits, 8-bit scales, tails", "stochastic, 8-bit scales"
-OFTEN += "asymmetric, float16, a group in part", "channels, stochastic, tails"
+OFTEN = "stochastic, 8-bit scales", "asymmetric, float16, a group in part"
 OFTEN += "channels, asymmetric, stochastic, tails", "within a bound, tails"
 assert {*OFTEN} <= {*CASES}
 cases = pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN))
-        for name in CASES
-    ],
+    [name if name in OFTEN else slow(name) for name in CASES],
 )
 
 
@@ -215,7 +212,7 @@ def test_within_a_bound_an_infinity_is_a_number_and_nan_is_none(axis):
 
 
 @pytest.mark.parametrize("fields", [{}, {"seed": 3}], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("axis", [-1, pytest.param(-2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", [-1, slow(-2)])
 def test_vmap_and_scan(fields, axis):
     x = data((3, 5, 104) if axis == -1 else (3, 100, 16), jnp.bfloat16, axis)
     fields = {"bits": 4, "group": 64, "axis": axis} | fields

@@ -8,6 +8,7 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in
 
 S = jax.ShapeDtypeStruct
@@ -38,9 +39,9 @@ def stacked_codes(text: str) -> list[bool]:
 @pytest.mark.parametrize(
     ("codec", "options"),
     [
-        (jc.Quantized(4), {}),
+        slow(jc.Quantized(4), {}),
         (jc.Quantized(4), {"prevent_cse": False}),
-        (jc.Quantized(8, symmetric=False), {"prevent_cse": False}),
+        slow(jc.Quantized(8, symmetric=False), {"prevent_cse": False}),
         (jc.Quantized(8, symmetric=False, axis=-2), {"prevent_cse": False}),
     ],
     ids=["a barrier around it", "none", "three arrays", "channels"],

@@ -8,6 +8,7 @@ import pytest
 
 from jaxcompact.kernels.quantize.reference import dequantize, quantize
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in, resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -71,7 +72,7 @@ def test_each_example_of_a_vmap_has_a_gradient():
     np.testing.assert_allclose(found, expected, rtol=0, atol=64 * 2.0**-24 * 40)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [slow(2), 4, slow(8)])
 def test_compiled_for_hopper(bits):
     """Three warpgroups have 168 registers a thread; x in 16 bits is nowhere."""
     tokens, n, m = 32768, 1024, 1024

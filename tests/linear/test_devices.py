@@ -15,10 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
 from jaxcompact.memory.collectives import collectives
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 # How devices (data, tensor) share the layers' kernels, up and down, and x's examples.
+BOTH = "fsdp and tensor"
 LAYOUTS = {
     "copies": ((), (), "data"),
     "tensor parallel": ((None, None, "tensor"), (None, "tensor"), "data"),
@@ -27,7 +29,7 @@ LAYOUTS = {
         (None, None, ("data", "tensor")),
         ("data", "tensor"),
     ),
-    "fsdp and tensor": (
+    BOTH: (
         (None, "data", "tensor"),
         (None, "tensor", "data"),
         "data",
@@ -105,13 +107,10 @@ def shared(layout, set_mesh=True, sizes=(2, 2)):
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *[("countsketch", layout) for layout in LAYOUTS],
-        *[
-            pytest.param(name, "fsdp and tensor", marks=pytest.mark.slow)
-            for name in PROJECTIONS
-            if name != "countsketch"
-        ],
+        ("countsketch", BOTH),
         ("gaussian, 8 bits", "tensor parallel"),
+        *[slow("countsketch", layout) for layout in LAYOUTS if layout != BOTH],
+        *[slow(name, BOTH) for name in PROJECTIONS if name != "countsketch"],
     ],
 )
 def test_two_steps_are_those_of_one_device(name, layout):
@@ -131,8 +130,15 @@ def test_two_steps_are_those_of_one_device(name, layout):
     jax.tree.map(close, jax.device_get(found), on_one_device(name))
 
 
-@pytest.mark.parametrize("set_mesh", [True, False], ids=["mesh set", "mesh of arrays"])
-@pytest.mark.parametrize("name", ["countsketch", "orthonormal, two blocks"])
+@pytest.mark.parametrize(
+    ("name", "set_mesh"),
+    [
+        ("countsketch", True),
+        slow("countsketch", False),
+        slow("orthonormal, two blocks", True),
+        ("orthonormal, two blocks", False),
+    ],
+)
 def test_a_mesh_of_one_device(name, set_mesh):
     """Whose types say as much as those of several."""
     context, params, x = shared("fsdp and tensor", set_mesh, sizes=(1, 1))
@@ -254,7 +260,7 @@ def test_in_a_shard_map_sketches_are_those_of_plain_gradients(way, codec):
     np.testing.assert_allclose(found["b"], plain["b"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axes", [slow("Auto"), "Explicit"])
 @pytest.mark.parametrize("kernel", [(64, 96), (3, 64, 96), (64, 90)])
 def test_the_state_lies_as_the_kernels_do(kernel, axes):
     """Also where types say nothing of it, from the beginning and after an update."""

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
+from tests.cases import slow
 from tests.memory.steps import ARGS, BF16, F32, S, double, train_step
 
 
@@ -78,9 +79,9 @@ class Net(nnx.Module):
         return self.down(self.dropout(nnx.gelu(self.up(x))))
 
 
-@pytest.mark.parametrize("jit", [None, nnx.jit])
+@pytest.mark.parametrize("jit", [slow(None), nnx.jit])
 @pytest.mark.parametrize("pair", [False, True])
-@pytest.mark.parametrize("make", [lambda made: made(), nnx.eval_shape])
+@pytest.mark.parametrize("make", [slow(lambda made: made()), nnx.eval_shape])
 def test_a_step_that_changes_modules_in_place(jit, pair, make, optax_promotion):
     def step(model, optimizer, x):
         grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
@@ -160,6 +161,7 @@ def test_gradients_of_layers_in_a_scan():
     assert sum(found.breakdown.values()) == found.peak_bytes
 
 
+@pytest.mark.slow
 def test_what_is_encoded_is_smaller():
     def step(checkpoint):
         block = checkpoint(lambda w, x: jnp.tanh(x @ w) @ w.T)

@@ -14,6 +14,7 @@ from benchmarks import models
 from jaxcompact.memory import devices
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, named, problem_of, without_host
+from tests.cases import slow
 
 # Their own, and those of the packages under them.
 pytestmark = [
@@ -26,7 +27,7 @@ pairs = pytest.mark.parametrize(
     [
         *((name, "int4") for name in FEW),
         *(
-            pytest.param(name, policy, marks=pytest.mark.slow)
+            slow(name, policy)
             for name in models.MODELS
             for policy in ("int4", "int8")
             if (name in FEW) == (policy == "int8")

@@ -9,6 +9,7 @@ from jaxcompact.planner import search
 from jaxcompact.planner.effects import noise
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of, problems_of
+from tests.cases import slow
 from tests.planner.blocks import of, relative
 
 
@@ -39,11 +40,9 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "fun",
-    [pytest.param(recurrent, marks=SLOW), pytest.param(chunked, marks=SLOW), branched],
+    [slow(recurrent), slow(chunked), branched],
 )
-@pytest.mark.parametrize(
-    "max_error", [0.0, *(pytest.param(e, marks=SLOW) for e in (0.02, 0.2))]
-)
+@pytest.mark.parametrize("max_error", [0.0, *(slow(e) for e in (0.02, 0.2))])
 def test_blocks_with_loops_and_branches(fun, max_error, monkeypatch, tmp_path):
     """The layers of a scan, and one whose input is data; loops store the least."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
@@ -145,6 +144,7 @@ def plan_of(grown, monkeypatch, tmp_path, **options):
     )
 
 
+@pytest.mark.slow
 def test_loops_are_exact_where_there_is_room(grown, monkeypatch, tmp_path):
     whole = plan_of(grown, monkeypatch, tmp_path, max_error=0.5)
     assert whole.seconds == whole.error == 0
@@ -175,6 +175,7 @@ def test_a_plans_error_is_also_that_of_its_loops(grown, monkeypatch, tmp_path):
     assert error < 0.2
 
 
+@pytest.mark.slow
 def test_a_block_that_is_a_loop(monkeypatch, tmp_path):
     """Nothing has an effect of its own; a plan's error is measured all the same."""
     w = {"in": normal(0, 64, 64) / 6, "state": normal(1, 64, 64) / 6}

@@ -17,6 +17,7 @@ from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.milp import frontier, solve
 from jaxcompact.planner.problem import without_host
 from jaxcompact.sources import Residual
+from tests.cases import slow
 from tests.planner.functions import CODECS, FUNCTIONS, asked, mlp, residual
 
 
@@ -113,7 +114,7 @@ WITH_ONE_CODEC = {
 }
 
 
-@pytest.mark.parametrize("layers", [1, 8])
+@pytest.mark.parametrize("layers", [slow(1), 8])
 @pytest.mark.parametrize("name", [*FUNCTIONS, *WITH_ONE_CODEC])
 def test_what_is_in_memory_is_counted(name, layers):
     """Of all choices within a limit, none is faster than the one that is found.

@@ -59,12 +59,12 @@ def gradient(policy):
 @pytest.mark.slow
 def test_budgets_are_kept_and_used(plan):
     """More memory is never slower, and what is over is too little for a better plan."""
-    plans = [plan(f"{mib}MiB") for mib in (190, 220, 300, 350, 400, 1000)]
+    plans = [plan(f"{mib}MiB") for mib in (190, 250, 300, 400, 1000)]
     for found in plans:
         assert found.peak_bytes <= found.budget
     times = [found.seconds for found in plans]
     assert times == sorted(times, reverse=True) and times[-1] < times[0] / 2
-    assert all(p.peak_bytes > 0.85 * p.budget for p in plans[:5])
+    assert all(p.peak_bytes > 0.85 * p.budget for p in plans[:-1])
     assert plans[-1].peak_bytes < 0.6 * plans[-1].budget and plans[-1].error == 0
 
 

@@ -15,6 +15,7 @@ from jaxcompact.planner.block import block_of
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.planner.sensitivity import CODECS
+from tests.cases import slow
 from tests.planner.gradients import (
     PARAMS,
     TARGET,
@@ -36,6 +37,7 @@ def exact():
     return gradient(jc.Policy())
 
 
+@pytest.mark.slow
 def test_what_is_encoded_is_what_is_measured(found):
     (names,) = {tuple(found.effects)}
     products = tuple(f"dot_general.{i}" for i in (0, 1, 2, 6, 7))
@@ -61,9 +63,7 @@ def test_each_tensor_alone(found, exact):
         assert predicted**0.5 == pytest.approx(float(measured), rel=0.05), name
 
 
-@pytest.mark.parametrize(
-    "bits", [*(pytest.param(b, marks=pytest.mark.slow) for b in (2, 3, 8)), 4]
-)
+@pytest.mark.parametrize("bits", [*(slow(b) for b in (2, 3, 8)), 4])
 def test_all_tensors_together(found, exact, bits):
     """The total variance within 10 %, of a bound of twice."""
     codec = {c.bits: c for c in CODECS}[bits]
@@ -266,6 +266,7 @@ def test_a_policy_of_rules_and_another_dtype():
     assert jnp.isfinite(flat(of(*args))).all()
 
 
+@pytest.mark.slow
 def test_rows_that_are_alike_err_alike():
     """As padding does: where a loss takes their mean, all of them together."""
     w = {n: w[0] for n, w in PARAMS.items()}

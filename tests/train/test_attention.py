@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from attention import flash
+from tests.cases import slow
 
 
 def operands(kv_heads, dtype):
@@ -27,7 +28,7 @@ def reference(q, k, v, length_b=None):
 
 
 @pytest.mark.parametrize("lengths", [None, (10, 7), (1, 10)])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("kv_heads", [slow(4), 2, slow(1)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_output_and_gradients(kv_heads, dtype, lengths, optax_promotion):
     q, k, v, ct = operands(kv_heads, dtype)

@@ -13,6 +13,7 @@ import jaxcompact as jc
 from configs import MODELS, ModelConfig
 from llama import Llama, generate, rope, rope_tables
 from loss import next_token_loss
+from tests.cases import slow
 
 CONFIG = ModelConfig(
     vocab_size=96, width=32, ff=48, layers=2, heads=4, kv_heads=2, max_seq=32
@@ -191,6 +192,7 @@ def test_rope_sees_distances_alone():
     assert np.ptp(scores[0]) > 0.1
 
 
+@pytest.mark.slow
 def test_generate_equals_choosing_the_likeliest_id_again_and_again(model):
     ids = [5, 7, 11]
     for _ in range(4):
@@ -228,9 +230,7 @@ def test_checkpoint_changes_what_is_saved_and_nothing_else(model, tokens):
     assert saved[0] > saved[1] > saved[2]
 
 
-@pytest.mark.parametrize(
-    "bits, error", [pytest.param(8, 0.02, marks=pytest.mark.slow), (4, 0.3)]
-)
+@pytest.mark.parametrize("bits, error", [slow(8, 0.02), (4, 0.3)])
 def test_encoded_layers_leave_the_loss_and_little_of_the_bytes(
     model, tokens, bits, error
 ):
@@ -253,8 +253,8 @@ def test_encoded_layers_leave_the_loss_and_little_of_the_bytes(
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(None, marks=pytest.mark.slow),
-        pytest.param("nothing", marks=pytest.mark.slow),
+        slow(None),
+        slow("nothing"),
         jc.policies.int4(),
     ],
 )

@@ -16,6 +16,7 @@ from jaxcompact.paths import map_named
 from jaxcompact.subspace import with_sketches
 from llama import Llama
 from methods import Method
+from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -51,7 +52,7 @@ def sizes(state) -> int:
 
 @pytest.mark.parametrize(
     "name",
-    ["exact", pytest.param("remat", marks=pytest.mark.slow), "compact", "galore"],
+    [slow("exact"), slow("remat"), "compact", "galore"],
 )
 def test_updates_have_the_parameters_shapes(name, params):
     method = Method(name)

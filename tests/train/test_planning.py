@@ -23,6 +23,7 @@ from configs import GPT2Config, ModelConfig
 from jaxcompact.planner.block import block_of
 from methods import Method
 from plan_options import PlanOptions
+from tests.cases import slow
 from training import State, Training
 
 CONFIG = ModelConfig(vocab_size=64, width=64, ff=128, layers=2, heads=2)
@@ -72,8 +73,8 @@ def relative(a, b):
     "method, cfg",
     [
         ("exact", CONFIG),
-        pytest.param("compact", CONFIG, marks=pytest.mark.slow),
-        pytest.param("exact", GPT2, marks=pytest.mark.slow),  # with dropout
+        slow("compact", CONFIG),
+        slow("exact", GPT2),  # with dropout
     ],
 )
 def test_what_it_measures_is_the_methods_gradient(method, cfg, optax_promotion):
@@ -252,6 +253,7 @@ def test_a_card_that_is_not_planned_for(tmp_path):
     assert said.startswith("gradient error of the plan 100.00%, planned 1.00%")
 
 
+@pytest.mark.slow
 def test_a_resumed_plan_that_takes_more_than_its_budget_is_told(
     optax_promotion, tmp_path, capsys
 ):

@@ -69,6 +69,7 @@ def test_a_gpt2_is_trained_resumed_exported_and_gone_on_from(run, tmp_path):
     assert fixed["model"] is None and len(fixed["weights"]) == 8
 
 
+@pytest.mark.slow
 def test_weights_are_known_by_what_is_in_them(run, tmp_path):
     """A run is resumed, and compared with others, also where their folder is moved."""
     cfg = ModelConfig(vocab_size=257, width=32, ff=48, layers=1, heads=4)

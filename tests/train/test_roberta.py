@@ -16,6 +16,7 @@ from dropout import dropout
 from masking import MASKED, mask_words
 from methods import MATRICES, Method
 from roberta import Examples, Roberta
+from tests.cases import slow
 from training import Training
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -224,7 +225,7 @@ def gradient(checkpoint: str):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "checkpoint",
-    ["int4", *(pytest.param(c, marks=SLOW) for c in ("nothing", "int3", "offload"))],
+    ["int4", *(slow(c) for c in ("nothing", "int3", "offload"))],
 )
 def test_a_checkpoint_has_the_exact_loss_and_nearly_the_gradient(checkpoint):
     """Dropout is drawn again in the backward pass as it was in the forward pass."""

@@ -16,6 +16,7 @@ import summary
 from configs import GPT2Config, ModelConfig, RobertaConfig
 from jaxcompact.memory.collectives import collectives
 from methods import Method
+from tests.cases import slow
 from training import Training
 
 CFG = ModelConfig(vocab_size=64, width=32, ff=64, layers=2, heads=4)
@@ -168,7 +169,7 @@ ROBERTA = RobertaConfig(**SHAPES, mask_id=4)
     [
         pytest.param(LLAMA, "fsdp=2,tensor=2", {"bits": 8}, id="compact"),
         *(
-            pytest.param(*case, id=name, marks=pytest.mark.slow)
+            slow(*case, id=name)
             for name, case in {
                 "exact": (LLAMA, "fsdp=4", {"name": "exact"}),
                 "galore": (LLAMA, "fsdp=2,tensor=2", {"name": "galore"}),

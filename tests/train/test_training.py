@@ -12,15 +12,16 @@ import jaxcompact as jc
 import training
 from configs import ModelConfig
 from methods import Method
+from tests.cases import slow
 from training import Training
 
 CFG = ModelConfig(vocab_size=64, width=32, ff=48, layers=2, heads=4)
 SLOW = pytest.mark.slow
 METHODS = [
-    pytest.param("exact", marks=SLOW),
-    pytest.param("remat", marks=SLOW),
+    slow("exact"),
+    slow("remat"),
     "compact",
-    pytest.param("galore", marks=SLOW),
+    slow("galore"),
 ]
 EITHER = pytest.mark.parametrize("name", METHODS[::2])
 
