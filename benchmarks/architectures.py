@@ -71,7 +71,7 @@ def automatic(model: Model, bits: int) -> Any:
 
 
 def _random(shapes: Any) -> Any:
-    """Normal weights and images, the integers 0 and 1, and random keys."""
+    """Normal weights and images, integers from 2 to 15, and random keys."""
     rng = np.random.default_rng(0)
 
     def one(x):

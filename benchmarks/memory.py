@@ -141,7 +141,7 @@ def parse(name: str) -> Method:
         if part not in names() or key in fields:
             raise SystemExit(f"--method is of {', '.join(names())}, got {name!r}")
         fields[key] = value
-    return Method(**{"rank": 0.25} | fields)
+    return Method(**fields)
 
 
 def make_step(

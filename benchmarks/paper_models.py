@@ -44,6 +44,7 @@ def bert(batch: int, policy, small, layers: int = 24, width: int = 1024) -> Buil
     cfg = replace(cfg, layers=layers, width=width, ff=4 * width, heads=width // 64)
     if small:
         cfg, seq = replace(cfg, vocab_size=512, width=64, ff=256, layers=2, heads=4), 32
+        cfg = replace(cfg, labels=16)
     schedule = optax.constant_schedule(1e-4)
     training = Training(
         cfg, Method("exact"), schedule, dtype=BF16, attention="xla", policy=policy

@@ -19,7 +19,6 @@ PRINTED = {  # by parts that print tables themselves
     "memory": "Peak, compiled and of the allocator",
     "actions": "What a plan of LLaMA-350M weighs, modelled and measured",
 }
-NOTHING = "No GPU was at hand: nothing below was timed on one, and no speed is claimed."
 
 
 def main() -> None:
@@ -163,9 +162,8 @@ def written(page: str, text: str) -> str:
     end = start
     if page[start:].startswith(HEADING):
         end = page.index("\n## ", start) + 1
-    head = page[:start].replace(NOTHING, "What was timed on a GPU comes first.")
     command = "```sh\nbenchmarks/gpu.sh && python benchmarks/report.py --write\n```"
-    return f"{head}{HEADING}\n{command}\n\n{text}\n\n{page[end:]}"
+    return f"{page[:start]}{HEADING}\n{command}\n\n{text}\n\n{page[end:]}"
 
 
 if __name__ == "__main__":

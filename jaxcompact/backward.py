@@ -122,7 +122,7 @@ class Backward:
         if choice not in pins:  # it may be a value of the graph
             choice = recording.links.get(choice)
         if choice in pins:
-            outs = follow(op, pins[choice], values)
+            outs = follow(op, pins[choice], values, rounded=self.lossy)
         elif op in recording.trees and op not in made_again:
             outs = self._run_block(op, values, env, pins)
         else:

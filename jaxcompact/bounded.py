@@ -68,9 +68,9 @@ class _Chain:
 
     def _clip(self, op: Op, at: int) -> bool:
         by = [span_of(v, self.spans) for v in op.ins if v != at]
-        if None in by:
-            return False
         kinds = ("max", "min") if op.kind == "clamp" else (op.kind,)
+        if None in by or len(by) < len(kinds):  # by itself
+            return False
         for kind, (low, high) in zip(kinds, by, strict=True):
             self.ends[kind] = low if kind == "max" else high
         return True

@@ -51,7 +51,8 @@ def checkpoint(
     goes into jitted functions, scans and branches, with other inputs differentiated at
     each use. ``fun`` may read the axis name of a vmap or a `jax.shard_map` around it,
     as for a mean over examples. Arrays that it closes over may be others at the next
-    trace, not within one (`jax.jit` keeps the first). Outputs that nothing reads which
+    trace, not within one (`jax.jit` keeps the first); numbers, and NumPy's arrays of no
+    axes, stay what they were. Outputs that nothing reads which
     is differentiated, as metrics or a module's state, cost no backward pass and, under
     jit, no memory; but for what a loop in ``fun`` carries from step to step.
     Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.

@@ -2,7 +2,9 @@
 
 Made again of decoded operands they might choose others, and the gradient would flow to
 entries that the forward pass did not take. The choice, a small integer, can be stored
-instead; it is all that their derivatives read.
+instead; it is all that their derivatives read. Of a row's maximum it is a bit for each
+entry: those that are equal share the gradient, as jax has it. Of equals a running
+maximum takes the first, where jax shares.
 
 Pooling with dilation, or of more than 64 entries, is made again: it may choose others.
 """
@@ -45,7 +47,7 @@ def choices(op: Op) -> int | None:
         case "cummax" | "cummin":
             return shape[params["axis"]]
         case "reduce_max" | "reduce_min":
-            return math.prod(shape[axis] for axis in params["axes"])
+            return 2 if aval.size else None
         case "reduce_window_max" | "reduce_window_min":
             size = math.prod(params["window_dimensions"])
             dilated = {1} != {*params["window_dilation"], *params["base_dilation"]}
@@ -85,9 +87,10 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
                 params["reverse"],
                 axis,
             )
-        case "reduce_max" | "reduce_min":
-            index_of = jnp.argmax if op.kind == "reduce_max" else jnp.argmin
-            choice = index_of(_in_a_row(x, params["axes"]), axis=-1)
+        case "reduce_max" | "reduce_min":  # or XLA may make x with other rounding
+            x = lax.optimization_barrier(x)
+            outs = op.bind(x)
+            choice = x == jnp.expand_dims(outs[0], params["axes"])
         case "scatter-max" | "scatter-min":  # 0 less, 1 the extreme, 2 as x is too
             x, indices, updates = lax.optimization_barrier(tuple(values))
             outs = op.bind(x, indices, updates)
@@ -102,31 +105,34 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
     return outs, choice.astype(jnp.int32)
 
 
-def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
+def follow(
+    op: Op, choice: jax.Array, values: Sequence[Any], *, rounded: bool
+) -> list[Any]:
     """What the operation makes of other operands if it chooses so.
 
     Its derivative is linear in them; of a max of two, a clamp, a size the value is
-    their own.
+    their own, where they are ``rounded``.
     """
     params, x = op.eqn.params, values[0]
+    held = pinned if rounded else lambda value, chosen: chosen
     match op.kind:
         case "max" | "min":
             x, y = values
             both = x / 2 + y / 2
             chosen = jnp.where(choice == 0, x, jnp.where(choice == 2, y, both))
             # A bound, as what is divided by may have, is one of the value as well.
-            return [pinned(lax.stop_gradient(op.bind(*values)[0]), chosen)]
+            return [held(lax.stop_gradient(op.bind(*values)[0]), chosen)]
         case "abs":  # never below zero: it may be divided by
             size = lax.stop_gradient(jnp.abs(x))
-            return [pinned(size, jnp.where(choice == 1, x, -x))]
+            return [held(size, jnp.where(choice == 1, x, -x))]
         case "sign":
             return [(choice - 1).astype(x.dtype)]
         case "clamp":
             low, x, high = values
-            held = lax.stop_gradient(lax.clamp(*values))
-            inside = jnp.where(choice == 1, x, held)
+            clamped = lax.stop_gradient(lax.clamp(*values))
+            inside = jnp.where(choice == 1, x, clamped)
             chosen = jnp.where(choice == 2, high, inside)
-            return [pinned(held, jnp.where(choice == 0, low, chosen))]
+            return [held(clamped, jnp.where(choice == 0, low, chosen))]
         case "sort":
             axis = params["dimension"]
             return [jnp.take_along_axis(v, choice, axis) for v in values]
@@ -135,9 +141,11 @@ def follow(op: Op, choice: jax.Array, values: Sequence[Any]) -> list[Any]:
             return [jnp.take_along_axis(x, choice, axis), choice]
         case "cummax" | "cummin":
             return [jnp.take_along_axis(x, choice, params["axis"])]
-        case "reduce_max" | "reduce_min":
-            rows = _in_a_row(x, params["axes"])
-            return [jnp.take_along_axis(rows, choice[..., None], -1)[..., 0]]
+        case "reduce_max" | "reduce_min":  # of equals the mean; NaN where x has one
+            axes = params["axes"]
+            count = choice.sum(axes).astype(jnp.float32)
+            total = jnp.where(choice > 0, x, 0).sum(axes, dtype=jnp.float32)
+            return [(total / count).astype(x.dtype)]
         case "scatter-max" | "scatter-min":  # of equals the mean
             x, indices, updates = values
             total = _add_at(op, indices, jnp.where(choice > 0, updates, 0), x)
@@ -166,14 +174,6 @@ def _index(x: jax.Array, axis: int) -> jax.Array:
     others = [i for i in range(x.ndim) if i != axis]
     places = jnp.expand_dims(jnp.arange(x.shape[axis], dtype=jnp.int32), others)
     return jnp.zeros_like(x, jnp.int32) + places
-
-
-def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """The axes as one, the last."""
-    kept = [i for i in range(x.ndim) if i not in axes]
-    shape = [x.shape[i] for i in kept]
-    length = math.prod(x.shape[i] for i in axes)
-    return x.transpose(*kept, *axes).reshape(*shape, length)
 
 
 def _add_at(op: Op, indices: Any, updates: jax.Array, x: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ import inspect
 import json
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -30,7 +32,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         arguments.run(arguments)
     except (ValueError, ImportError, NotImplementedError, OSError) as error:
+        if _is_users(error):
+            traceback.print_exception(error)
         sys.exit(f"{parser.prog} {arguments.command}: {error}")
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether it comes of the user's own code, or of a library that was called there:
+    then it is to be told where."""
+    ours, paths = os.path.dirname(__file__), sysconfig.get_paths()
+    libraries = ours, paths["stdlib"], paths["purelib"], paths["platlib"], "<"
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    users = [i for i, file in enumerate(files) if not file.startswith(libraries)]
+    return bool(users) and not any(f.startswith(ours) for f in files[users[-1] :])
 
 
 def _add_memory(commands: Any) -> None:

@@ -163,7 +163,8 @@ def _written(value: int, graph: Graph) -> float:
     behind them may be one that makes it of size 1."""
     found = largest = 1.0
     while (op := graph.made_by.get(value)) and len(op.reads) == 1:
-        by = [number(v) for v in op.ins if isinstance(v, Literal)]
+        factors = op.ins[1:] if op.kind == "div" else op.ins
+        by = [number(v) for v in factors if isinstance(v, Literal)]
         if op.kind in ("mul", "div") and by:
             found *= abs(by[0] or 1.0) ** (1 if op.kind == "mul" else -1)
             largest = max(largest, found)

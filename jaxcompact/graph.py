@@ -111,6 +111,19 @@ class Graph:
                 found[value].append(op)
         return found
 
+    def cut(self, outputs: list[Value], *, effects: bool = False) -> "Graph":
+        """The same for these outputs, without what they are not made of.
+
+        Args:
+            effects: what has some stays.
+        """
+        needed, ops = {v for v in outputs if isinstance(v, int)}, []
+        for op in reversed(self.ops):
+            if (effects and op.eqn.effects) or not needed.isdisjoint(op.outs):
+                needed.update(op.reads)
+                ops.append(op)
+        return replace(self, outputs=outputs, ops=ops[::-1])
+
     def run(
         self, inputs: Sequence[Any], rule: Callable[[Op, list[Any], dict], list[Any]]
     ) -> dict[int, Any]:
@@ -244,13 +257,7 @@ def joined(graph: Graph) -> Graph:
         first |= {v: w for v, w in zip(op.outs, known, strict=True) if v != w}
     if all(new is old for new, old in zip(ops, graph.ops, strict=True)):
         return graph
-    needed = {v for v in graph.outputs if isinstance(v, int)}
-    read = []
-    for op in reversed(ops):
-        if op.eqn.effects or not needed.isdisjoint(op.outs):
-            needed.update(op.reads)
-            read.append(op)
-    return replace(graph, ops=read[::-1])
+    return replace(graph, ops=ops).cut(graph.outputs, effects=True)
 
 
 def _key(op: Op, ins: Sequence[Value]) -> Any:

@@ -62,4 +62,9 @@ def limit_norm_growth(gamma: float = 1.01) -> optax.GradientTransformation:
 
 
 def _norm(update: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(jnp.abs(update).astype(jnp.float32))))
+    """Of which no square overflows."""
+    sizes = jnp.abs(update).astype(jnp.float32)
+    largest = jnp.max(sizes, initial=0.0)
+    finite = jnp.isfinite(largest) & (largest > 0)
+    parts = sizes / jnp.where(finite, largest, 1.0)
+    return largest * jnp.sqrt(jnp.sum(jnp.square(parts)))

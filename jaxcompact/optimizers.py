@@ -292,7 +292,7 @@ def _check_sketches(slots: dict[str, Slot], updates: Any, params: Any) -> None:
             raise ValueError(
                 f"updates: the gradient of {name!r} must have the parameter's shape "
                 f"{shapes[name]}, got {shape}: is it in another subspace? Each of "
-                f"several goes into an optax.multi_transform"
+                f"several goes into an optax.partition"
             )
 
 

@@ -44,7 +44,7 @@ class Outputs:
         inside = (not apart for apart in self.apart)
         self.inside = replace(graph, outputs=[*compress(graph.outputs, inside)])
         self.uneven = _uneven(self.inside)
-        self.made = _cut(graph, [v for v in self.others if self._is_made(v)])
+        self.made = graph.cut([v for v in self.others if self._is_made(v)])
 
     def _is_made(self, value: Value) -> bool:
         return isinstance(value, Literal) or value not in self.places
@@ -144,14 +144,3 @@ def _read_by(graph: Graph, inputs: dict[int, int]) -> list[int]:
     """Which of these inputs each output is made of, as bits."""
     found = made_of(graph, inputs)
     return [found[v] for v in graph.outputs if isinstance(v, int)]
-
-
-def _cut(graph: Graph, outputs: list[Value]) -> Graph:
-    """The same for these outputs, without what they are not made of."""
-    needed = {v for v in outputs if isinstance(v, int)}
-    ops = []
-    for op in reversed(graph.ops):
-        if not needed.isdisjoint(op.outs):
-            needed.update(op.reads)
-            ops.append(op)
-    return replace(graph, outputs=outputs, ops=ops[::-1])

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Protocol, get_args
 
 from jaxcompact.codecs import BitMask, Codec, Narrow, Offload, Quantized
-from jaxcompact.tensor import Tensor
+from jaxcompact.tensor import TERMS, Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,17 @@ def _require(holder: Any, name: str, kinds: Any) -> None:
 
 
 Action = Save | Recompute | Derivative | Codec
-_EXACT = BitMask, Narrow, Offload
+
+
+def is_exact(action: Action) -> bool:
+    """Whether what it stores is as it was: numbers, or a step's slope.
+
+    >>> is_exact(Derivative(BitMask())), is_exact(Derivative(Narrow(4)))
+    (True, False)
+    """
+    if isinstance(action, Derivative):
+        return type(action.codec) is BitMask and is_exact(of_value(action))
+    return isinstance(action, Save | Recompute | BitMask | Narrow | Offload)
 
 
 def of_value(action: Action) -> Save | Recompute | Codec:
@@ -163,15 +173,16 @@ class Policy:
     @property
     def _rounds(self) -> bool:
         """Whether one of its rules does."""
-        actions = (action for _, action in self.rules)
-        return any(isinstance(a, Codec) and not isinstance(a, _EXACT) for a in actions)
+        return not all(is_exact(of_value(action)) for _, action in self.rules)
 
     def unused(self, names: set[str]) -> list[str]:
         """Patterns that match none of these names."""
         unused = [p for p, _ in self.rules if not any(fnmatchcase(n, p) for n in names)]
-        if isinstance(self.default, Policy):
-            unused += self.default.unused(names)
-        return unused
+        return unused + getattr(self.default, "unused", lambda names: [])(names)
+
+    @property
+    def statistics(self) -> bool:
+        return getattr(self.default, "statistics", False)
 
 
 def action_of(policy: ChoosesActions, tensor: Tensor) -> tuple[Action, str]:
@@ -187,20 +198,20 @@ def action_of(policy: ChoosesActions, tensor: Tensor) -> tuple[Action, str]:
                 f"policy: Derivative is for elementwise functions of one tensor, "
                 f"but {tensor} is none"
             )
-        if not (tensor.step or action.codec.supports(tensor.dtype)):
-            raise ValueError(
-                f"policy: {action.codec} can't store {tensor} of {tensor.dtype}"
-            )
-    elif hasattr(action, "supports") and not action.supports(tensor.dtype):
-        raise ValueError(f"policy: {action} can't store {tensor} of {tensor.dtype}")
-    elif isinstance(action, Codec):
-        try:
-            action.nbytes(tensor.shape, tensor.dtype)
-        except ValueError as error:
-            raise ValueError(
-                f"policy: {action} can't store {tensor}: {error}"
-            ) from None
+        if not tensor.step:
+            _require_stores(action.codec, tensor)
+    if isinstance(codec := of_value(action), Codec):
+        _require_stores(codec, tensor)
     return action, reason
+
+
+def _require_stores(codec: Codec, tensor: Tensor) -> None:
+    if not codec.supports(tensor.dtype):
+        raise ValueError(f"policy: {codec} can't store {tensor} of {tensor.dtype}")
+    try:
+        codec.nbytes(tensor.shape, tensor.dtype)
+    except ValueError as error:
+        raise ValueError(f"policy: {codec} can't store {tensor}: {error}") from None
 
 
 def bounded(action: Action, tensor: Tensor) -> Action:
@@ -230,18 +241,16 @@ class Compress:
         attention: of the other operands and results of an attention that keeps its
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
-        terms: products of two activations over at most so many terms are made again:
-            that takes fewer operations than encoding takes bytes. Scores, whose codes
-            are larger, of twice as many, and those of a table of parameters as well
-            (relative positions, learned queries).
 
-    ``scores`` and ``attention`` are None to be as all others.
+    ``scores`` and ``attention`` are None to be as all others. Products of two
+    activations over at most 128 terms are made again: that takes fewer operations than
+    encoding takes bytes. Scores, whose codes are larger, over twice as many, and those
+    of a table of parameters as well (relative positions, learned queries).
     """
 
     codec: Save | Codec
     scores: Save | Codec | None = None
     attention: Save | Recompute | Codec | None = None
-    terms: int = 128
 
     def __post_init__(self):
         _require(self, "codec", Save | Codec)
@@ -272,7 +281,7 @@ class Compress:
             return Save(), "a loss's difference or correlations, scaled or small"
         if tensor.divisor:
             return Save(), "a divisor, logarithm or the like: its errors would grow"
-        most = 2 * self.terms if tensor.exponent else self.terms
+        most = 2 * TERMS if tensor.exponent else TERMS
         if tensor.terms is not None and tensor.terms <= most:
             return Recompute(), f"a product over {tensor.terms} terms"
         codec = self.scores
@@ -287,7 +296,7 @@ class Compress:
             codecs = (self.scores, self.codec)
             codec = next((c for c in codecs if isinstance(c, Quantized)), None)
             if codec is not None:  # not beside another row's, another head's, entries
-                group = min(codec.group_size, tensor.shape[-1])
+                group = max(1, min([codec.group_size, *tensor.shape[-1:]]))
                 rows = replace(codec, bits=8, group_size=group)
                 return rows, "a norm of its rows is taken"
         if tensor.fused and self.attention not in (None, Recompute()):
@@ -316,6 +325,8 @@ class Compress:
 def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:
     """For whole numbers of a known range, unless that takes as much as they do."""
     if tensor.kind not in ("op", "residual") or tensor.limit is None:
+        return None
+    if tensor.limit <= tensor.least:  # of no entries
         return None
     signed = tensor.floating or tensor.least < 0
     codec = Narrow(tensor.limit, tensor.least if signed else None)

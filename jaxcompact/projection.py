@@ -193,12 +193,12 @@ class Projection:
     def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
         """``P N``: from ``sketch[r, m]`` back to ``[width, m]``, in its dtype.
 
-        Raises ValueError for a sketch of another rank.
+        Raises ValueError for a sketch of another rank, and for several.
         """
-        if sketch.ndim < 2 or sketch.shape[-2] != self.rank_of(width):
+        if sketch.ndim != 2 or len(sketch) != self.rank_of(width):
             raise ValueError(
-                f"sketch must have {self.rank_of(width)} rows, the rank at width "
-                f"{width}, got shape {sketch.shape}"
+                f"sketch must have two axes and {self.rank_of(width)} rows, the rank "
+                f"at width {width}, got shape {sketch.shape}"
             )
         return self._lifted(self._drawn(key, width, sketch.dtype), sketch, width)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward, Cut
-from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.codecs import Codec, Offload, Quantized
 from jaxcompact.forward import Forward
 from jaxcompact.graph import Graph, Op, graph_of, moving_values
 from jaxcompact.kinds import is_entered
@@ -24,6 +24,7 @@ from jaxcompact.policy import (
     Recompute,
     Save,
     action_of,
+    is_exact,
     of_value,
 )
 from jaxcompact.program import Program
@@ -91,7 +92,7 @@ class Replay:
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
         self.stands_for = self._results()
         self.slopes = {
-            v
+            v: action.codec
             for v, (_, action, _) in self.chosen.items()
             if isinstance(action, Derivative) and v in self.moving
         }
@@ -101,6 +102,8 @@ class Replay:
             if isinstance(source, Residual):
                 value = self.recording.links.get(source, source)
             self.chosen[value] = self._decide(tensor, value, source)
+            if of_value(self.chosen[value][1]) != Recompute():  # a rule asks for it
+                self.stands_for.pop(value, None)
         self._trace_backward()
 
     def _results(self) -> dict[int, int]:
@@ -133,9 +136,11 @@ class Replay:
 
     @property
     def lossy(self) -> bool:
-        """Whether anything is encoded."""
+        """Whether anything is rounded, or moved to the host and back: it has no second
+        derivative."""
         return any(
-            isinstance(a, Codec | Derivative) for _, a, _ in self.chosen.values()
+            not is_exact(action) or isinstance(action, Offload)
+            for _, action, _ in self.chosen.values()
         )
 
     def _trace_backward(self) -> None:
@@ -223,8 +228,8 @@ class Replay:
             value = source.value if isinstance(source, Slope) else source
             value = self.stands_for.get(source, value)
             tensor, action, reason = self.chosen[value]
-            if isinstance(action, Derivative):
-                action = action.codec if isinstance(source, Slope) else action.value
+            slope = isinstance(source, Slope)
+            action = self.slopes[source.value] if slope else of_value(action)
             self.slots.append(Slot(source, tensor, action, reason))
 
         all_, none = ([x] * len(graph.outputs) for x in (True, False))

@@ -1,6 +1,5 @@
 """In which order a backward pass is made, so that little of it lives at a time."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +64,7 @@ class Schedule:
         self.graph, self.inputs = graph, inputs
         cotangents = graph.inputs[len(inputs) - cts :]
         ops, self.chain, self.reader = in_order(graph, cotangents)
-        self.readers = _readers(ops)
+        self.readers = graph.readers
         ops, self.source = _shared_at_once(ops, self.readers)
         self.ordered = replace(graph, ops=ops)
         self.number = {op: i for i, op in enumerate(ops)}
@@ -276,7 +275,7 @@ def _shared_at_once(
         behind, last = [], op
         while len(readers[last.outs[0]]) == 1:
             (last,) = readers[last.outs[0]]
-            if not (renames(last) or last.kind == "reshard"):
+            if len(last.reads) > 1 or not (renames(last) or last.kind == "reshard"):
                 break
             behind.append(last)
         while behind and behind[-1].kind != "reshard":
@@ -285,14 +284,6 @@ def _shared_at_once(
         moved.update(behind)
         source[ordered[-1]] = op
     return ordered, source
-
-
-def _readers(ops: Iterable[Op]) -> dict[int, list[Op]]:
-    readers: dict[int, list[Op]] = defaultdict(list)
-    for op in ops:
-        for v in set(op.reads):
-            readers[v].append(op)
-    return readers
 
 
 def _summands(ops: Iterable[Op], readers: Mapping[int, Sequence[Op]]) -> set[int]:

@@ -17,8 +17,9 @@ from jaxcompact.graph import (
     state_of,
 )
 from jaxcompact.kinds import CHEAP, is_entered
+from jaxcompact.tensor import TERMS
 
-_FEW = 256  # terms of scores that are made again (`Compress.terms`)
+_FEW = 2 * TERMS  # of scores that are made again
 _LARGE = 2  # times what is multiplied
 _RULES = frozenset("custom_vjp_call remat2 checkpoint".split())
 
@@ -93,8 +94,9 @@ def find_attention(
 
     def add(operands: dict[int, int], value: int, axis: int | None) -> None:
         for origin, at in origins(value, axis).items():
-            last = graph.avals[origin].ndim - 2
-            operands.setdefault(origin, max(last, 0) if at is None else at)
+            ndim = graph.avals[origin].ndim
+            if ndim:  # a number has no tokens
+                operands.setdefault(origin, max(ndim - 2, 0) if at is None else at)
 
     def products(value: int) -> Iterable[Op]:
         """Those of two activations that a value is cheaply made of."""

@@ -198,7 +198,7 @@ def _stored(codec: Codec, aval: Any) -> tuple[Any, bool]:
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     stored, program = types_made(partial(_encoded, codec), aval, seed)
     graph = graph_of(program)
-    return stored, any(graph.inputs[1] in op.reads for op in graph.ops)
+    return stored, any(graph.inputs[-1] in op.reads for op in graph.ops)
 
 
 @functools.lru_cache(1024)

@@ -1,5 +1,6 @@
 """Which kernels train in a random subspace, and their gradients there."""
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -56,7 +57,7 @@ class Slot:
     def keys(self, key: jax.Array, generation: jax.Array) -> jax.Array:
         """One PRNG key a layer, of shape ``stack``; they depend on nothing else."""
         key = jax.random.fold_in(key, generation)  # of all slots, compiled once
-        names = [f"{self.drawn}/{i}" for i in range(_prod(self.stack))]
+        names = [f"{self.drawn}/{i}" for i in range(math.prod(self.stack))]
         numbers = np.array([zlib.crc32(n.encode()) for n in names], np.uint32)
         keys = jax.vmap(partial(jax.random.fold_in, key))(numbers)
         return keys.reshape(self.stack)
@@ -371,10 +372,3 @@ def _masked(params: Any) -> list[str]:
 
 def _loop(fun: Callable) -> Callable:
     return lambda *arrays: jax.lax.map(lambda layer: fun(*layer), arrays)
-
-
-def _prod(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

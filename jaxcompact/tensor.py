@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxcompact.reals import reals_of
 
+TERMS = 128  # a product of two activations over so many at most is made again
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
 

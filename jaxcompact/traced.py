@@ -64,11 +64,12 @@ class Traced:
     def plan(self, perturbed: tuple[bool, ...]) -> "Plan":
         if perturbed not in self.plans:
             self._require_sizes()
-            plan = self.plans[perturbed] = self._planned(perturbed)
+            plan = self._planned(perturbed)
             if not self.prefix:
                 self._require_matches(plan, perturbed)
                 # A planner's policy asks for the blocks that are traced under it.
                 getattr(self.policy, "note", lambda plan: None)(plan)
+            self.plans[perturbed] = plan
         return self.plans[perturbed]
 
     def _planned(self, perturbed: tuple[bool, ...]) -> "Plan":

@@ -85,8 +85,8 @@ def _card() -> str | None:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device.device_kind
-    default = jax.config.jax_default_device
-    device = jax.devices()[0] if default is None else default
+    default = jax.config.jax_default_device  # a platform's name, as it may be
+    device = jax.devices(default)[0] if isinstance(default, str | None) else default
     return device.device_kind if getattr(device, "platform", "") == "gpu" else None
 
 

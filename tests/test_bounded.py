@@ -324,3 +324,15 @@ def test_what_is_stored_is_what_is_measured(function):
     assert effects["dot_general.0"].errors[jc.Quantized(4)] == pytest.approx(
         error, rel=0.5
     )
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda h: jnp.maximum(h, h),
+        lambda h: jnp.minimum(h, h),
+        lambda h: jax.lax.clamp(h, h, h),
+    ],
+)
+def test_a_clip_at_itself_is_none(fun):
+    assert max(errors(of(fun), *wide(1), jc.policies.int4())) < 0.25

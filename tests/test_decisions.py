@@ -189,6 +189,9 @@ def test_corners_of_a_cell_are_made_again_of_the_place():
         lambda y: jax.ops.segment_max(y, NODES, 4),
         lambda y: jnp.zeros((4, 64)).at[NODES].max(y),
         lambda y: y[:4].at[NODES].min(y),
+        lambda y: y.max(axis=1),
+        lambda y: y.min(axis=(0, 1))[None],
+        lambda y: y.astype(jnp.bfloat16).max(axis=0).astype(jnp.float32),
     ],
 )
 def test_ties_are_shared_as_the_plain_gradient_shares_them(decide):
@@ -213,6 +216,37 @@ def test_ties_are_shared_as_the_plain_gradient_shares_them(decide):
 def test_factorizations_are_not_run_again_on_decoded_matrices(factorize):
     """Signs, pivots and what is nearly singular would come out otherwise."""
     assert errors(lambda w, x: factorize(x @ w), W, X) < 100 * ULPS  # conditioned
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda y: y.max(axis=1),
+        jnp.abs,
+        lambda y: jnp.maximum(y, 0.1),
+        lambda y: jnp.clip(y, -0.5, 0.5),
+        jax.nn.relu,
+        lambda y: jnp.sort(y, axis=-1),
+    ],
+)
+def test_second_derivatives_where_nothing_is_rounded(decide):
+    """Values of what was chosen are its own, which move."""
+
+    def second(wrap):
+        fun = wrap(lambda w, x: jnp.square(decide(x @ w)).sum())
+        return jax.grad(lambda w: jnp.square(jax.grad(fun)(w, X)).sum())(W)
+
+    policy = jc.policies.uniform(jc.Save())
+    found = second(lambda fun: jc.checkpoint(fun, policy=policy, params=0))
+    np.testing.assert_allclose(found, second(lambda fun: fun), rtol=1e-4, atol=1e-5)
+
+
+def test_a_maximum_of_nan_is_one():
+    def fun(w, x):
+        return (x @ w).max(axis=1).sum()
+
+    small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    assert jnp.isnan(jax.grad(small)(W, X.at[0, 0].set(jnp.nan))).any()
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -240,8 +274,8 @@ def test_exact_policies_choose_nothing():
         assert not any(row.stored for row in rows if row.kind == "choice")
     rows = jc.explain(fun, W, X, policy=jc.policies.int4(), params=0).rows
     stored = {row.name: row.stored for row in rows if row.kind == "choice"}
-    # 2 bits for 0.0, the product or both; a byte for one of 64.
-    assert stored == {"max.0.choice": 8 * 64 // 4, "reduce_max.0.choice": 8}
+    # 2 bits for 0.0, the product or both; one for the largest of a row, or not.
+    assert stored == {"max.0.choice": 8 * 64 // 4, "reduce_max.0.choice": 8 * 64 // 8}
 
 
 @pytest.mark.parametrize("default", [jc.Save(), jc.Recompute()])

@@ -44,6 +44,13 @@ def test_complex_updates_have_their_size():
     np.testing.assert_allclose(updates, [6j])
 
 
+def test_the_square_of_a_large_update_does_not_overflow():
+    tx = jc.limit_norm_growth(gamma=2.0)
+    _, state = tx.update(jnp.array([3.0, 4.0]), tx.init(jnp.zeros(2)))
+    updates, _ = tx.update(jnp.array([3e25, 4e25]), state)
+    np.testing.assert_allclose(updates, [6.0, 8.0], rtol=1e-6)
+
+
 def test_keeps_dtypes():
     tx = jc.limit_norm_growth()
     params = jnp.ones(3, jnp.bfloat16)

@@ -316,3 +316,65 @@ def test_a_derivative_whose_codec_cannot_store_it_is_refused():
     policy = jc.Policy({"tanh.0": jc.Derivative(jc.BitMask())})
     with pytest.raises(ValueError, match=r"BitMask\(\) can't store tanh.0"):
         actions(lambda w, x: jnp.tanh(x @ w) @ w, policy, W, X)
+
+
+@pytest.mark.parametrize("codec", [jc.BitMask(), jc.Quantized(4, axis=-3)])
+def test_a_value_beside_a_derivative_that_its_codec_does_not_take(codec):
+    policy = jc.Policy({"tanh.*": jc.Derivative(Q8, value=codec)})
+    with pytest.raises(ValueError, match=r"can't store tanh.0"):
+        jc.explain(lambda w, x: jnp.tanh(x @ w) ** 2 @ w, W, X, policy=policy, params=0)
+
+
+def test_a_rule_for_nothing_is_refused_each_time():
+    small = jc.checkpoint(
+        lambda w, x: (x @ w).sum(), policy=jc.Policy({"nothing": Q8}), params=0
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'nothing' matches no tensor"):
+            jax.grad(small)(W, X)
+
+
+def test_decisions_beside_a_value_that_is_rounded():
+    """A derivative's value is as much as a tensor of a rule's own."""
+
+    def fun(w, x):
+        y = jnp.tanh(x @ w)
+        return jnp.where(y > 0.3, y * y, 0.0) @ w
+
+    policy = jc.Policy({"tanh.0": jc.Derivative(Q8, value=Q4)})
+    (mask,) = (a for n, (a, _) in actions(fun, policy, W, X).items() if "gt" in n)
+    assert mask == jc.BitMask()
+
+
+@dataclass(frozen=True)
+class WithStatistics:
+    statistics = True
+
+    def decide(self, tensor):
+        return jc.Save(), "all"
+
+    def unused(self, names):
+        return ["stale"]
+
+
+def test_a_default_policy_has_all_that_it_has_by_itself():
+    policy = jc.Policy({"x": jc.Save()}, default=WithStatistics())
+    assert policy.statistics and not jc.Policy().statistics
+    assert policy.unused({"x"}) == ["stale"]
+
+
+def test_numbers_and_what_has_no_entries():
+    """A number that a norm is of has no rows; of no entries none is the largest."""
+
+    def fun(w, x, scale):
+        carry, ys = jax.lax.scan(
+            lambda c, row: (c * 1.01, ((row @ w) @ row) * c), scale, x
+        )
+        y = carry * scale
+        none = jax.lax.top_k((x @ w)[:, :0], 0)[0].sum()
+        return y / jnp.sqrt(jnp.mean(y * y) + 1e-6) + ys.sum() + none
+
+    args = W, X, jnp.float32(2)
+    found = jax.grad(jc.checkpoint(fun, policy=jc.policies.int4(), params=0))(*args)
+    expected = jax.grad(fun)(*args)
+    assert jnp.linalg.norm(found - expected) < 0.15 * jnp.linalg.norm(expected)

@@ -39,8 +39,10 @@ def test_p_does_not_depend_on_the_width_of_jaxs_dtypes(kind):
 @pytest.mark.parametrize("rows", [3, 5, 8])
 def test_a_sketch_of_another_rank_is_refused(kind, rows):
     projection = jc.Projection(4, kind)
-    with pytest.raises(ValueError, match=rf"sketch must have 4 rows.*\({rows}, 2\)"):
+    with pytest.raises(ValueError, match=rf"sketch must have .* 4 rows.*\({rows}, 2\)"):
         projection.lift(jax.random.key(0), jnp.ones((rows, 2)), 12)
+    with pytest.raises(ValueError, match=r"must have two axes and 4 rows.*\(2, 4, 3\)"):
+        projection.lift(jax.random.key(0), jnp.ones((2, 4, 3)), 12)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_])

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxcompact as jc
 from tests.candidates import S, W, X, candidates
 
 
@@ -75,3 +76,15 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again(wrap):
     assert all(t.fused is None for t in found.values())
     scores = [n for n, t in found.items() if t.scores is not None]
     assert scores == ["dot_general.0", "dot_general.1"]
+
+
+def test_a_temperature_is_no_operand_of_scores():
+    """Of a scale of scores, a number, there are no tokens to take groups along."""
+
+    def fun(w, x, scale):
+        return jax.nn.softmax(((x @ w) * scale) @ (x @ w).T, axis=-1) @ x
+
+    args = jnp.eye(16), jnp.linspace(-1.0, 1.0, 128).reshape(8, 16), jnp.float32(0.5)
+    said = jc.explain(fun, *args, policy=jc.policies.int4(), params=0)
+    (scale,) = (row for row in said.rows if row.name == "scale")
+    assert "scores" not in scale.reason and scale.stored <= 4

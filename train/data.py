@@ -22,7 +22,7 @@ from corpus import HELD_OUT, Corpus, Split, Tally, open_corpus
 from readers import DataError, crc_of
 from tokenizer import Tokenizer, fingerprint, load_saved, load_tokenizer, pieces
 
-_FORMAT = 4  # of the cache: raise it when the same source would give other tokens
+_FORMAT = 5  # of the cache: raise it when the same source would give other tokens
 _GROUP = 2_000_000  # characters encoded in one call
 VALID = 2**16  # tokens that `max_tokens` leaves of the held-out text at least
 _FEISTEL_ROUNDS = 6

@@ -262,11 +262,10 @@ def train(job: Job, data: Data, interrupt: Interrupt) -> int:
         return 0
     if start:
         state = checkpoints.load(start, job.abstract)
-    else:
-        state = jax.jit(training.init, out_shardings=job.shardings)(job.params)
-    if start:
         with jax.set_mesh(job.mesh):
             plans.tell_size()
+    else:
+        state = jax.jit(training.init, out_shardings=job.shardings)(job.params)
     train_step = compile_step(job)
     # Not before: what a folder holds is lost then.
     if not start:

@@ -13,10 +13,10 @@ from plan_options import PlanOptions
 from tasks import OWN, TASKS, Task, own_task
 
 # CompAct's (arXiv 2410.15352, table of GLUE), and GaLore's, whose table it extends.
-_SUBSPACE = {"lr": 2e-5, "rank": 8, "period": 500}
+_SUBSPACE = {"rank": 8, "period": 500}
 DEFAULTS = {
-    "exact": {"lr": 2e-5},
-    "remat": {"lr": 2e-5},
+    "exact": {},
+    "remat": {},
     "compact": _SUBSPACE | {"kind": "gaussian"},
     "galore": _SUBSPACE,
 }

@@ -129,8 +129,6 @@ def optimizer(
     learning_rate: optax.ScalarOrSchedule,
     *,
     width: int,
-    b1: float = 0.9,
-    b2: float = 0.999,
     weight_decay: float = 0.0,
     clip: float = 1.0,
     adam: optax.GradientTransformation | None = None,
@@ -141,7 +139,7 @@ def optimizer(
     the place of `optax.scale_by_adam`.
     """
     clipping = optax.clip_by_global_norm(clip)
-    adam = optax.scale_by_adam(b1, b2) if adam is None else adam
+    adam = optax.scale_by_adam() if adam is None else adam
     match method.name:
         case "compact":  # alpha is the projection's
             scale = jc.in_subspace(

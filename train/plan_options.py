@@ -78,3 +78,5 @@ class PlanOptions:
         for name, given in has_one.items():
             if given and (self.plan or self.memory_budget):
                 raise ValueError(f"{name} and a plan exclude each other")
+        if self.plan_plot and len(methods) > 1:
+            raise ValueError("--plan-plot needs one --method: each has its own plans")

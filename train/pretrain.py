@@ -55,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.coordinator:
             hosts.join(device.coordinator, device.processes, device.process)
         model = configs[0].model
-        begin = (
-            pretrained.load(model.weights, model.param_dtype) if model.weights else None
-        )
+        begin = pretrained.load(model.weights, model.param_dtype)
         dataset = load_data(configs[0], begin)
         print(dataset.report, flush=True)
         jobs = [prepare(config, dataset, begin) for config in configs]
@@ -138,7 +136,7 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
         raise ValueError(
             "--export needs one process: resume the finished run in one, with --export"
         )
-    read_batch(config, dataset, 0)  # raises if the text is shorter than a sequence
+    batch = read_batch(config, dataset, 0)[0]  # raises if there is none
     read_validation(config, dataset)
 
     default_dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
@@ -169,7 +167,6 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
     state = functools.partial(jax.jit(make_training().init), params)
     resume = config.output.resume is not False
-    batch = read_batch(config, dataset, 0)[0]
     with jax.set_mesh(mesh):
         plans = Plans.first(planner, config.folder, resume, state, batch)
     fixed = config.fixed() | plans.fixed()

@@ -66,8 +66,9 @@ def _read(path: Path) -> Iterator[str | None]:
             yield _decode(file.read())
 
 
-def crc_of(path: Path, crc: int = 0) -> int:
-    """CRC-32 of a file, which goes on from that of what comes before."""
+def crc_of(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
     with path.open("rb") as file:
         while block := file.read(2**22):
             crc = zlib.crc32(block, crc)

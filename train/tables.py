@@ -89,7 +89,8 @@ def _cells(columns: tuple[str, ...] | range, row: list) -> dict[str | None, Any]
 
 
 def _suffix(path: Path) -> str:
-    return next((s for s in path.suffixes if s in _SUFFIXES), ".tsv")
+    suffixes = map(str.lower, path.suffixes)
+    return next((s for s in suffixes if s in _SUFFIXES), ".tsv")
 
 
 def _text(path: Path) -> str:

@@ -131,7 +131,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A `tokenizer.json`, run by the package `tokenizers`.
 
-    ``end``: the token that ends documents; by default the first of `END_OF_TEXT`.
+    ``end``: the token that ends documents; by default RoBERTa's, if it has all of its
+    tokens, or the first of `END_OF_TEXT`.
     """
 
     def __init__(
@@ -154,6 +155,8 @@ class JsonTokenizer:
         self._origin = origin
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         first = next(filter(vocab.__contains__, END_OF_TEXT), None)
+        if vocab.keys() >= set(ROBERTA):  # it may have GPT-2's as well
+            first = "</s>"
         self._end = end if end in vocab else first
         self.name = _content_name(text + (self._end or "") * (self._end != first))
 
@@ -187,7 +190,6 @@ class JsonTokenizer:
         if vocab.keys() >= set(ROBERTA):
             kinds = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
             tokens |= zip(kinds, ROBERTA, strict=True)
-            tokens["eos_token"] = tokens["sep_token"]  # it may have GPT-2's as well
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -258,8 +260,8 @@ def _read_end(path: str | os.PathLike) -> str | None:
     try:
         found = json.loads((Path(path).parent / CONFIG).read_text(encoding="utf-8"))
         end = found.get("eos_token")
-    except (OSError, ValueError, AttributeError):  # none is there, or it is no object
-        return None
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None  # none is there, or it is no object
     end = end.get("content") if isinstance(end, dict) else end
     return end if isinstance(end, str) else None
 

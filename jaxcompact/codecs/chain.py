@@ -98,6 +98,7 @@ class Chain(Codec):
         return sum(
             last.host_nbytes(leaf.shape, leaf.dtype)
             for leaf in _leaves(before, shape, dtype)
+            if last.supports(leaf.dtype)
         )
 
 

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from flax import nnx
 
 from jaxcompact.memory import compiler
 from jaxcompact.memory.buffers import KINDS, Buffer, buffers, operations
+from jaxcompact.memory.cache import cache_folder, write_whole
 from jaxcompact.memory.cards import find_device, here
 
 _FORMAT = 7  # of what is cached
@@ -237,11 +237,6 @@ def gib(nbytes: int) -> str:
 # --- what was compiled before ---
 
 
-def cache_folder(of: str) -> Path:
-    home = os.environ.get("JAXCOMPACT_CACHE") or Path.home() / ".cache" / "jaxcompact"
-    return Path(home) / of
-
-
 def _key(lowered: Any, card: Any, kinds: dict[str, str], count: int) -> str:
     text = lowered.as_text(debug_info=True)
     # Where a line stands changes nothing.
@@ -268,8 +263,7 @@ def _load(key: str) -> Peak | None:
 def _store(key: str, found: Peak) -> None:
     try:
         cache_folder("memory").mkdir(parents=True, exist_ok=True)
-        part = cache_folder("memory") / f"{key}.{os.getpid()}"
-        part.write_text(json.dumps(asdict(found)))
-        part.replace(cache_folder("memory") / f"{key}.json")
+        text = json.dumps(asdict(found))
+        write_whole(cache_folder("memory") / f"{key}.json", text)
     except OSError:  # a full or read-only disk costs the next one a compile
         pass

@@ -159,7 +159,7 @@ class Sensitivity:
         for name, effect in other.effects.items():
             [(codec, error)] = effect.errors.items()
             known = effects.get(name)
-            if known and known.error(codec) >= error:
+            if not error or (known and known.error(codec) >= error):
                 continue
             if known and known.error(codec) > 0:
                 ratio = error / known.error(codec)

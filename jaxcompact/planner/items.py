@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -112,7 +113,7 @@ def item_of(
         here = isinstance(asked, Codec) and not asked.host_nbytes(shape, tensor.dtype)
         actions += [asked] if here else []
     else:
-        actions += [c for c in codecs if c.supports(tensor.dtype)]
+        actions += [c for c in codecs if _is_offered(c, tensor.dtype, shape, card)]
     if card.host_bandwidth and Offload().supports(tensor.dtype):
         actions.append(Offload())
     options = tuple(map(option, dict.fromkeys(actions)))
@@ -122,6 +123,12 @@ def item_of(
         )
         return Item(source, tensor, options, again, otherwise=action)
     return Item(source, tensor, options, again)
+
+
+def _is_offered(codec: Codec, dtype: Any, shape: tuple[int, ...], card: Device) -> bool:
+    if not codec.supports(dtype):
+        return False
+    return bool(card.host_bandwidth) or not codec.host_nbytes(shape, dtype)
 
 
 def of_several(replay: Replay) -> set[Source]:

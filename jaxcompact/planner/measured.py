@@ -21,8 +21,8 @@ from jax.extend.core import Literal
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Op, read
 from jaxcompact.kinds import ELEMENTWISE, renames
+from jaxcompact.memory.cache import cache_folder, write_whole
 from jaxcompact.memory.cards import Device, present
-from jaxcompact.memory.peak import cache_folder
 from jaxcompact.planner import roofline
 
 _LONG = 0.02  # seconds that runs in a row take, so that starting them is no matter
@@ -103,7 +103,7 @@ def _seconds(fun: Callable, args: Sequence[Any], device: jax.Device) -> float | 
     file = cache_folder("times") / f"{name}.json"
     try:
         return float(file.read_text())
-    except (OSError, ValueError):  # not there, or cut off
+    except (OSError, ValueError):  # not there, or spoiled
         pass
     try:
         with jax.default_device(device):
@@ -113,7 +113,7 @@ def _seconds(fun: Callable, args: Sequence[Any], device: jax.Device) -> float | 
         return None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{seconds}\n")
+        write_whole(file, f"{seconds}\n")
     except OSError:  # costs the next one a measurement
         pass
     return seconds

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from jaxcompact import codecs
 from jaxcompact.codecs import Chain, Codec
+from jaxcompact.memory.cache import write_whole
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib
 from jaxcompact.policy import Action, Derivative, Recompute, Save, written
@@ -103,13 +104,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Whole or not at all. Raises OSError."""
-        part = Path(f"{path}.part")
-        try:
-            part.write_text(self.to_json() + "\n")
-            part.replace(path)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+        write_whole(path, self.to_json() + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> "Plan":

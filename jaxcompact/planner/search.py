@@ -113,10 +113,10 @@ def plan_step(
     of its roofline.
 
     Raises ValueError for a budget that is none, above the card, or below what the
-    smallest plan that was found takes (which it says), for a ``max_error`` that no plan
-    keeps, for other arguments that are none of these, and for a step that checkpoints
-    no block or several; ImportError without ``jaxcompact[memory]``; NotImplementedError
-    for a card that the compiler does not take, and for a step that calls the host.
+    smallest plan that was found takes (which it says), for other arguments that are
+    none of these, and for a step that checkpoints no block or several; ImportError
+    without ``jaxcompact[memory]``; NotImplementedError for a card that the compiler
+    does not take, and for a step that calls the host.
 
     Source: Adacc (arXiv 2508.00806); Checkmate (arXiv 1910.02653) for the closure.
     """
@@ -138,7 +138,7 @@ def plan_step(
             return best
         measured = found.under(best.actions)
         error = measured.error(best.actions)
-        if error <= max_error:
+        if error <= max_error or not left:  # of an exact one, the compiler's rounding
             return replace(best, error=error, measured=True)
         say(f"its gradient error is {error:.2%}, expected {best.error:.2%}")
         found = found.no_less_than(measured, codecs)

@@ -274,7 +274,12 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec, ...]:
-    """The policy's own for this tensor, that with other bits, and the others."""
+    """The policy's own for this tensor, that with other bits, and the others.
+
+    As a policy says them: the tensor's bound is theirs where they are applied.
+    """
+    if type(own) is Quantized and own.bound == tensor.bound:
+        own = replace(own, bound=None)
     found = [own]
     if tensor.scores is not None and isinstance(own, Quantized):
         bits = (c.bits for c in codecs if isinstance(c, Quantized))

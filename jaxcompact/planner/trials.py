@@ -121,10 +121,6 @@ class _Search:
         if self.best and not self._is_slow(self.best.solution):
             return self.best.plan
         smallest = list(self.candidates.smallest())
-        if not self.best and not smallest:
-            raise ValueError(
-                f"max_error must be reachable, got {self.max_error!r}: no plan is"
-            )
         for solution in filter(self._is_new, smallest):
             if self._is_worth_it(solution):
                 beside = self.tried[-1].beside if self.tried else None

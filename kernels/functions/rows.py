@@ -23,7 +23,7 @@ and y within as much, times |w|, and the roundings of its own dtype, which are X
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +104,7 @@ class Function:
     of_rows: tuple[Value, ...] = field(init=False)
 
     def __post_init__(self):
-        found = dict.fromkeys(_below((self.y, *self.statistics)))
+        found = _below((self.y, *self.statistics), {})
         sums = [v for v in found if v.is_sum]
         passes = range(1, 1 + max((v.passes for v in sums), default=0))
         by_pass = (tuple(v for v in sums if v.passes == n) for n in passes)
@@ -113,11 +113,13 @@ class Function:
         object.__setattr__(self, "of_rows", tuple(rows))
 
 
-def _below(values: Sequence[Value]) -> Iterator[Value]:
-    """These and what they are made of, which comes first."""
+def _below(values: Sequence[Value], found: dict[Value, None]) -> dict[Value, None]:
+    """These and what they are made of, which comes first, beside what was found."""
     for value in values:
-        yield from _below(value.ins)
-        yield value
+        if value not in found:
+            _below(value.ins, found)
+            found[value] = None
+    return found
 
 
 def evaluated(

@@ -166,6 +166,30 @@ def test_what_devices_run_by_themselves_is_stored_as_elsewhere(
 
 # --- explicit sharding ---
 
+
+def test_a_gradient_that_waits_for_another_and_is_shared():
+    """What passes a barrier of two comes after both, next to its product or not."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def fun(params, x):
+        w = jax.sharding.reshard(params["w"], PartitionSpec())
+        w, b = jax.lax.optimization_barrier((w, params["b"]))
+        return jnp.tanh((x + b[None]) @ w)
+
+    params = {"w": normal(1, 64, 64, scale=0.125), "b": normal(2, 64)}
+    x = normal(3, 16, 64)
+    with jax.set_mesh(mesh):
+        places = {"w": PartitionSpec("data"), "b": PartitionSpec()}
+        params = {n: jax.device_put(params[n], places[n]) for n in params}
+        x = jax.device_put(x, PartitionSpec("data"))
+        small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+        got, exact = (
+            jax.jit(jax.grad(lambda p, f=f: jnp.square(f(p, x)).sum()))(params)
+            for f in (small, fun)
+        )
+        assert relative(got, exact) < 0.2
+
+
 GACT = jc.policies.uniform(jc.Quantized(8, 256, symmetric=False, stochastic=True))
 OUTLIERS = jc.policies.uniform(jc.codecs.OutlierQuantized(8))
 

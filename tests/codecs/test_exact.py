@@ -203,6 +203,12 @@ def test_a_chain_leaves_what_a_codec_does_not_support():
     assert chain.nbytes(x.shape) == 8 * (32 + 2)
 
 
+def test_what_a_chain_leaves_is_not_moved():
+    chain = Chain(Quantized(4), Chain(Quantized(8), Offload()))
+    assert chain.nbytes((64, 64)) == 64 * 32  # codes, which no codec takes
+    assert chain.host_nbytes((64, 64)) == 64 + 2  # scales in 8 bits, and their own
+
+
 def test_chains_decode_in_reverse():
     x = jax.random.normal(jax.random.key(0), (8, 64))
     chain = Chain(Hadamard(64), Quantized(8))

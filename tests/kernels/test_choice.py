@@ -1,5 +1,7 @@
 """Where a kernel is taken, and where XLA's code is."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -54,3 +56,11 @@ def test_unknown_implementation():
         ValueError, match="one of mosaic_gpu, xla or None, got 'triton'"
     ):
         api.quantize(jnp.ones((8, 64)), bits=4, group=64, implementation="triton")
+
+
+def test_the_default_device_may_be_a_platform(monkeypatch):
+    """As ``jax.default_device("cuda")`` has it."""
+    card = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "devices", {"cpu": [card]}.__getitem__)
+    with jax.default_device("cpu"):
+        assert choice._card() == "NVIDIA H200"

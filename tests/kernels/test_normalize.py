@@ -346,3 +346,15 @@ def test_where_no_card_was_measured_xla_is_taken():
     assert not in_one_pass(rms_norm, X, [W], bits=4, group=64)
     with choice.using("mosaic_gpu"):
         assert in_one_pass(rms_norm, X, [W], bits=4, group=64)
+
+
+def test_values_that_are_read_twice_are_found_once():
+    """Else each of these would take twice the time of the one before."""
+
+    def f(x):
+        for _ in range(40):
+            x = x * (1 - x)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True))
+
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    assert len(function_of(f, [x], []).sums) == 1

@@ -49,7 +49,7 @@ def test_a_sketch_of_another_subspace_is_refused(rank):
     space = jc.Subspace({"b/kernel": jc.Projection(2)}, jax.random.key(0))
     tx = jc.in_subspace(space, optax.scale_by_adam())
     grads = {"a": {"kernel": jnp.ones((rank, M))}, "b": {"kernel": jnp.ones((2, 3))}}
-    with pytest.raises(ValueError, match="'a/kernel' must have the.*multi_transform"):
+    with pytest.raises(ValueError, match="'a/kernel' must have the.*partition"):
         tx.update(grads, tx.init(tree), tree)
 
 

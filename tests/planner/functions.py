@@ -82,7 +82,7 @@ ARGS = (of(3, N, N), of(4096, N))
 CODECS = jc.Quantized(8), jc.Quantized(4)
 
 
-def asked(fun, codecs=CODECS, args=ARGS):
+def asked(fun, codecs=CODECS, args=ARGS, card=CARD):
     trace = TRACERS[jc.checkpoint(fun, policy=Noting(BASE, statistics=True), params=0)]
     traced, _ = trace(args, {})
-    return problem(traced.plan((True, True)), BASE, codecs, CARD)
+    return problem(traced.plan((True, True)), BASE, codecs, card)

@@ -126,9 +126,10 @@ def test_no_less_than_another():
 
     known = {four: 4.0, eight: 1.0}
     small = of(a=known, b=known)
-    other = of(a={four: 2.0}, b={four: 12.0}, c={four: 1.0})
+    other = of(a={four: 2.0}, b={four: 12.0}, c={four: 1.0}, d={jc.Offload(): 0.0})
     found = small.no_less_than(other, (four, eight)).effects
     assert found["a"].errors == {four: 4.0, eight: 1.0}
     assert found["b"].errors == {four: 12.0, eight: 3.0}
+    assert "d" not in found  # it is exact
     ratio = noise(eight) / noise(four)
     assert found["c"].errors == pytest.approx({four: 1.0, eight: ratio})

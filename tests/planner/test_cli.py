@@ -1,5 +1,6 @@
 """python -m jaxcompact plan, as a user runs it."""
 
+import os
 from functools import partial
 
 import pytest
@@ -83,7 +84,7 @@ def test_what_was_found_is_printed_before_it_is_written(
 ):
     found = jc.Plan("block", {}, "h200", 2**30, 0.0, 0, 0.0, 2**20)
     monkeypatch.setattr(cli, "plan", lambda *args, **options: found)
-    (tmp_path / "plan.json.part").mkdir()  # where it is written first
+    (tmp_path / f"plan.json.{os.getpid()}").mkdir()  # where it is written first
     said, out, _ = jaxcompact_main(
         MODULE, "plan", "my_module:make_block", "--save", str(tmp_path / "plan.json")
     )

@@ -1,6 +1,7 @@
 """Times on the card that is here: this machine's CPU stands for one."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,18 @@ def test_a_spoiled_time_is_taken_again(cache):
     assert measured.operation_seconds(product(128), HERE) == 0
     file.write_text("0.0x")
     assert measured.operation_seconds(product(128), HERE) > 0
+
+
+def test_no_part_of_a_time_is_read_as_one(cache, monkeypatch):
+    """Written elsewhere first, a file is whole or not there."""
+
+    def full(path, text):
+        path.write_bytes(text[:3].encode())
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    measured.operation_seconds(product(128), HERE)
+    assert not list(cache.iterdir())
 
 
 def test_without_memory_to_run_it_there_is_the_roofline(cache, monkeypatch):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.memory import devices
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, without_host
 from tests.planner.functions import ARGS, BASE, FUNCTIONS, N, asked, mlp
@@ -145,3 +146,11 @@ def test_what_was_decided_is_not_decided_again():
     }
     assert found.actions["round.0"] == jc.Save()
     assert found.actions["argmax.0"] == jc.Narrow(N)
+
+
+def test_nothing_is_moved_to_a_host_that_a_card_has_no_link_to():
+    codecs = jc.Offload(), jc.Quantized(4)
+    for card, expected in (("tpu-v5e", {jc.Quantized(4)}), ("h200", {*codecs})):
+        items = asked(FUNCTIONS["deep"], codecs, card=devices()[card]).items
+        offered = {o.action for i in items for o in i.options}
+        assert offered - {jc.Save()} == expected

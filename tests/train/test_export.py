@@ -78,7 +78,10 @@ def test_a_robertas_vocabulary_may_have_the_end_of_text_of_gpt2(tmp_path):
     inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     inner.add_tokens(["<|endoftext|>"])
     inner.save(str(tmp_path / "tokenizer.json"))
-    load_saved(tmp_path).save(tmp_path)
+    first = load_saved(tmp_path)
+    first.save(tmp_path)
+    again = load_saved(tmp_path)
+    assert first.eot == again.eot == first.token_id("</s>") and first.name == again.name
     said = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert said["eos_token"] == said["sep_token"] == "</s>"
 

@@ -134,3 +134,9 @@ def test_rows_of_csv_that_are_not_whole(rows, told, tmp_path):
     path = write(tmp_path / "data.csv", f"text,label\n{rows}")
     with pytest.raises(DataError, match=told):
         list(read_table(path, None))
+
+
+def test_suffixes_are_read_in_any_case(tmp_path):
+    path = write(tmp_path / "MINE.CSV", "text,label\nhi there,1\n")
+    rows = [row for _, row in read_table(path, None)]
+    assert rows == [{"text": "hi there", "label": "1"}]

@@ -166,6 +166,10 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
             ["--explain-plan", "--memory-budget", "1GiB", "--plan-plot", "no/such.png"],
             "--plan-plot must be in a folder that is there, got no/such.png",
         ),
+        (
+            ["--memory-budget", "1GiB", "--plan-plot", "front.png"],
+            "--plan-plot needs one --method",
+        ),
         (["--memory-budget", "1GiB", "--checkpoint", "int4"], "a plan exclude each"),
         (
             ["--memory-budget", "1GiB", "--method", "exact,remat"],
