@@ -33,7 +33,7 @@ import numpy as np  # noqa: E402
 from models import gact  # noqa: E402
 from paper_models import LARGER, MODELS, Larger, Model  # noqa: E402
 from plans import step_seconds  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import provenance, rows_of  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from jaxcompact import memory  # noqa: E402
@@ -106,7 +106,7 @@ def planned(model: Model, batch: int, budget: int | str) -> jc.Plan:
 
 def make(name: str, search: bool) -> None:
     model, commit = MODELS[name], provenance()["commit"]
-    done = {row["method"]: row for row in rows() if row["model"] == name}
+    done = {row["method"]: row for row in rows_of(RESULTS) if row["model"] == name}
     for method, policy in policies(model, done.__getitem__):
         blank = {"model": name, "method": method, "batch": model.batch}
         row = done.get(method, blank)
@@ -142,7 +142,7 @@ def make(name: str, search: bool) -> None:
 def compare(name: str) -> None:
     """Peaks of this commit and of the rows, whose batches take hours to search for."""
     model = MODELS[name]
-    known = {row["method"]: row for row in rows() if row["model"] == name}
+    known = {row["method"]: row for row in rows_of(RESULTS) if row["model"] == name}
     for method, policy in policies(model, known.__getitem__):
         step, args = model.step(model.batch, policy() if callable(policy) else policy)
         now, row = memory.peak(step, *args).peak_bytes, known[method]
@@ -154,7 +154,7 @@ def compare(name: str) -> None:
 def make_larger(name: str) -> None:
     """Not a batch, but that size of the model, is searched for."""
     larger = LARGER[name]
-    known = {row["method"] for row in rows() if row["model"] == name}
+    known = {row["method"] for row in rows_of(RESULTS) if row["model"] == name}
     for method, policy in LARGER_WITH.items():
         if method not in known:
             row = {"model": name, "method": method, "batch": larger.batch}
@@ -197,16 +197,10 @@ def largest_planned(model: Model, budget: str, near: int) -> int:
     return good * model.multiple
 
 
-def rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return list(map(json.loads, RESULTS.read_text().splitlines()))
-
-
 def write(row: dict) -> dict:
     """In its place, where it is there already."""
     row |= provenance() | {"device": "h200"}
-    kept = {(each["model"], each["method"]): each for each in (*rows(), row)}
+    kept = {(each["model"], each["method"]): each for each in (*rows_of(RESULTS), row)}
     RESULTS.write_text("".join(f"{json.dumps(each)}\n" for each in kept.values()))
     print(row, flush=True)
     return row
@@ -216,7 +210,7 @@ def table() -> str:
     head = ("model", "method", "GiB", "of exact", "modelled ms", *BUDGETS)
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, model in MODELS.items():
-        own = {row["method"]: row for row in rows() if row["model"] == name}
+        own = {row["method"]: row for row in rows_of(RESULTS) if row["model"] == name}
         for method, row in own.items():
             size, exact = row["peak_bytes"], own["exact"]["peak_bytes"]
             cells = [
@@ -238,7 +232,8 @@ def table_of_larger() -> str:
     lines = [f"| in 16 GB | batch | {' | '.join(LARGER_WITH)} |"]
     lines.append("|---" * (len(LARGER_WITH) + 2) + "|")
     for name, larger in LARGER.items():
-        most = {row["method"]: row["16 GB"] for row in rows() if row["model"] == name}
+        own = (row for row in rows_of(RESULTS) if row["model"] == name)
+        most = {row["method"]: row["16 GB"] for row in own}
         found = map(most.get, LARGER_WITH)
         cells = (f"{n} ({n / most['exact']:.1f}x)" if n else "" for n in found)
         lines.append(f"| {name} | {larger.batch} | {' | '.join(cells)} |")

@@ -20,7 +20,6 @@ custom_vjp that keeps its output and log-sum-exp, as cuDNN's does on a GPU.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -34,7 +33,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from attention import flash  # noqa: E402
@@ -285,15 +284,11 @@ def adapted(policy_of: Callable, seed: int, data, again: bool) -> float:
 
 
 def rows(kind: str) -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    found = map(json.loads, RESULTS.read_text().splitlines())
-    return [row for row in found if row["kind"] == kind]
+    return [row for row in rows_of(RESULTS) if row["kind"] == kind]
 
 
 def write(**row) -> None:
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row | provenance()) + "\n")
+    append(RESULTS, row | provenance())
     print(row, flush=True)
 
 

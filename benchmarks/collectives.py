@@ -21,7 +21,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import memory  # noqa: E402
 import optax  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 
 import sharding  # noqa: E402
 import summary  # noqa: E402
@@ -46,19 +46,13 @@ def main() -> None:
     if parser.parse_args().command == "table":
         table()
         return
-    known = {key(row) for row in rows()}
+    known = {key(row) for row in rows_of(RESULTS)}
     for model, batch, seq, sizes in SETTINGS:
         for method in METHODS:
             if (model, batch, seq, sizes, method) not in known:
                 row = measure(model, batch, seq, sizes, method)
                 print(json.dumps(row), flush=True)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-
-
-def rows() -> list[dict]:
-    text = RESULTS.read_text() if RESULTS.exists() else ""
-    return list(map(json.loads, text.splitlines()))
+                append(RESULTS, row)
 
 
 def key(row: dict) -> tuple:
@@ -105,11 +99,11 @@ def measure(
 
 
 def table() -> None:
-    kinds = [kind for kind in KINDS if any(row.get(kind) for row in rows())]
+    kinds = [kind for kind in KINDS if any(row.get(kind) for row in rows_of(RESULTS))]
     print(f"| model | mesh | method | gradients | {' | '.join(kinds)} | peak GiB |")
     print("|---" * (len(kinds) + 5) + "|")
     order = [(*setting, method) for setting in SETTINGS for method in METHODS]
-    for row in sorted(rows(), key=lambda row: order.index(key(row))):
+    for row in sorted(rows_of(RESULTS), key=lambda row: order.index(key(row))):
         sizes = zip(sharding.AXES, row["mesh"], strict=True)
         mesh = " ".join(f"{axis}={n}" for axis, n in sizes if n > 1)
         sent = " | ".join(f"{row.get(kind, 0) / 2**20:,.1f}" for kind in kinds)

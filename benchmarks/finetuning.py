@@ -19,6 +19,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
+
+from provenance import append, provenance, rows_of  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "finetuning.jsonl"
 
 SEEDS = (0, 1)
@@ -47,15 +50,7 @@ VARIANTS = {
 }
 
 
-def rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
-
-
 def run(data: Path, out: Path) -> None:
-    from provenance import provenance
-
     import finetune
     import pretrain
 
@@ -65,7 +60,7 @@ def run(data: Path, out: Path) -> None:
         if pretrain.main([*PRETRAINING, *given, "--overwrite"]):
             raise SystemExit("the pretraining failed")
     summary = json.loads((weights.parent / "summary.json").read_text())
-    have = {(row["label"], row["seed"]) for row in rows()}
+    have = {(row["label"], row["seed"]) for row in rows_of(RESULTS)}
     for seed in SEEDS:
         for label, options in VARIANTS.items():
             if (label, seed) in have:
@@ -88,12 +83,11 @@ def run(data: Path, out: Path) -> None:
                 "words_loss": summary["valid_loss"],
                 "seconds": round(time.perf_counter() - start, 1),
             }
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row | provenance()) + "\n")
+            append(RESULTS, row | provenance())
 
 
 def table() -> None:
-    done = rows()
+    done = rows_of(RESULTS)
     print("| method | accuracy % | of seeds | gradients MiB | optimizer MiB |")
     print("|---|---|---|---|---|")
     for label in VARIANTS:

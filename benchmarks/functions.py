@@ -10,7 +10,6 @@ layer. Rows of results/functions.jsonl that are there are not made again.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -25,7 +24,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import linen as nn  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 from recurrent_tasks import delta_rule  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -192,27 +191,21 @@ def peak(build: Callable[[], Built], wrap: Callable) -> int:
     return memory.peak(jax.grad(loss), params, *rest, device="h200").peak_bytes
 
 
-def rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return list(map(json.loads, RESULTS.read_text().splitlines()))
-
-
 def everything() -> None:
-    done = {(row["function"], row["method"]) for row in rows()}
+    done = {(row["function"], row["method"]) for row in rows_of(RESULTS)}
     for name, build in FUNCTIONS.items():
         for method, wrap in WRAPS.items():
             if (name, method) in done:
                 continue
             row = {"function": name, "method": method, "peak_bytes": peak(build, wrap)}
             row |= provenance() | {"device": "h200"}
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append(RESULTS, row)
             print(row, flush=True)
 
 
 def table() -> str:
-    found = {(row["function"], row["method"]): row["peak_bytes"] for row in rows()}
+    rows = rows_of(RESULTS)
+    found = {(row["function"], row["method"]): row["peak_bytes"] for row in rows}
     lines = [f"| GiB | {' | '.join(WRAPS)} |", "|---" * (len(WRAPS) + 1) + "|"]
     for name in FUNCTIONS:
         cells = [f"{found[name, method] / 2**30:.2f}" for method in WRAPS]

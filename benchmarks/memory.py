@@ -37,7 +37,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from memory_tables import batches, markdown, matrix, plot  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import provenance, rows_of  # noqa: E402
 
 import sharding  # noqa: E402
 from configs import MODELS  # noqa: E402
@@ -219,7 +219,7 @@ def measure(
 
 def everything(full: bool) -> None:
     """Rows that are not there yet, two at a time."""
-    done = {tuple(row.get(k) for k in KEYS) for row in rows_of_file()}
+    done = {tuple(row.get(k) for k in KEYS) for row in rows_of(RESULTS)}
     settings = METHODS + SIZES + (SIZES_FULL + LENGTHS_FULL if full else [])
     jobs = [("peaks", measure, *key) for key in keys(settings)]
     jobs = [j for j in jobs if ("peaks", *j[2:6], "h200", j[6]) not in done]
@@ -264,17 +264,11 @@ def largest(model: str, seq: int, devices: int, method: str, budget: str) -> dic
     return row | answer | provenance() | {"device": budget}
 
 
-def rows_of_file() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return list(map(json.loads, RESULTS.read_text().splitlines()))
-
-
 # --- tables ---
 
 
 def table() -> None:
-    rows = rows_of_file()
+    rows = rows_of(RESULTS)
     peaks = {
         (*(row[k] for k in ("model", "batch", "seq", "devices")), row["method"]): row
         for row in rows

@@ -18,7 +18,6 @@ takes more, or four tenths where no plan fits.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -38,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 from graph_tasks import gat, gcn, graphsage  # noqa: E402
 from model_errors import checkpointed, cross_entropy, gradient  # noqa: E402
 from model_tasks import Task, bert, gpt2, mlp, resnet, swin, vgg, vit  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 from recurrent_tasks import deltanet, lstm  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -219,14 +218,8 @@ def train(task: Task, policy: Any, seed: int) -> dict[str, float]:
 # --- rows ---
 
 
-def rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return list(map(json.loads, RESULTS.read_text().splitlines()))
-
-
 def run(data: Path, names: list[str], labels: list[str]) -> None:
-    done = {(r["model"], r["policy"], r["seed"]) for r in rows()}
+    done = {(r["model"], r["policy"], r["seed"]) for r in rows_of(RESULTS)}
     for seed in range(max(SEEDS.values())):
         for name in names:
             policies = {"exact": None, **POLICIES}
@@ -247,8 +240,7 @@ def run(data: Path, names: list[str], labels: list[str]) -> None:
                     row |= gradient(task, policy)
                 row |= train(task, policy, seed)
                 row["seconds"] = round(time.perf_counter() - start)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row | provenance()) + "\n")
+                append(RESULTS, row | provenance())
                 print(row, flush=True)
 
 
@@ -258,7 +250,7 @@ def table() -> None:
         "| of exact's | accuracy % | points above exact |\n" + "|---" * 9 + "|"
     )
     found: dict[tuple[str, str], dict[int, dict]] = {}
-    for row in rows():
+    for row in rows_of(RESULTS):
         found.setdefault((row["model"], row["policy"]), {})[row["seed"]] = row
     order = {key: i for i, key in enumerate(MODELS)}
     for name, label in sorted(found, key=lambda key: order[key[0]]):

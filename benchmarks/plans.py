@@ -15,7 +15,6 @@ Rows of results/plans.jsonl that are there are not made again: pip install
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -35,7 +34,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from adacc_gpt2 import adam_step, build  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 from scipy.optimize import linprog  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
@@ -171,7 +170,7 @@ def freedom(model: str, count: int = 25) -> list[float]:
 
 def make(model: str) -> None:
     make_step, layers = MODELS[model]
-    done = {row["policy"]: row for row in rows() if row["model"] == model}
+    done = {row["policy"]: row for row in rows_of(RESULTS) if row["model"] == model}
     for name, policy in POLICIES.items():
         if name not in done:
             step, args = make_step(policy)
@@ -200,16 +199,9 @@ def make(model: str) -> None:
             )
 
 
-def rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return list(map(json.loads, RESULTS.read_text().splitlines()))
-
-
 def write(**row) -> dict:
     row |= provenance() | {"device": "h200"}
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    append(RESULTS, row)
     print(row, flush=True)
     return row
 
@@ -219,7 +211,7 @@ def table() -> str:
     head = "model | budget GiB | plan: GiB | ms | error | jax.checkpoint: policy | ms |"
     lines = [f"| {head} times |", "|---" * 8 + "|"]
     for model in MODELS:
-        own = [row for row in rows() if row["model"] == model]
+        own = [row for row in rows_of(RESULTS) if row["model"] == model]
         others = [row for row in own if "budget" not in row]
         for row in sorted((r for r in own if "budget" in r), key=lambda r: r["budget"]):
             fits = [o for o in others if o["peak_bytes"] <= row["budget"]]
@@ -243,7 +235,7 @@ def plot(path: Path) -> None:
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     for axes, model in zip(figure.subplots(2, 2).flat, MODELS, strict=True):
-        own = [row for row in rows() if row["model"] == model]
+        own = [row for row in rows_of(RESULTS) if row["model"] == model]
         plans = sorted(
             (r["peak_bytes"] / 2**30, r["seconds"] * 1e3) for r in own if "budget" in r
         )

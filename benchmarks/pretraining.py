@@ -13,7 +13,6 @@ times the steps, one seed. `table` prints the tables of ``docs/results.md``.
 
 import argparse
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from jaxcompact.subspace import Slot  # noqa: E402
@@ -183,12 +182,6 @@ class Trainer:
         return {"loss": loss, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def rows() -> list[dict]:
-    if not RESULTS.exists():
-        return []
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
-
-
 def best(done: list[dict], label: str, steps: int) -> tuple[float, float] | None:
     """The pair with the lowest validation loss at seed 0, once the grid is complete."""
     grid = {
@@ -208,7 +201,7 @@ def job_of(row: dict) -> Job:
 
 def pending(labels: list[str]) -> list[Job]:
     """Runs still to do: the grid at seed 0, then the best pair's other seeds."""
-    done = rows()
+    done = rows_of(RESULTS)
     todo = []
     for label in labels:
         for steps in SEEDS if label in LONGER else (STEPS,):
@@ -232,7 +225,6 @@ def run(source: str, part: str) -> None:
 
     index, parts = map(int, part.split("/"))
     data = prepare(source, "bytes")
-    RESULTS.parent.mkdir(exist_ok=True)
     labels = list(VARIANTS)[index - 1 :: parts]
     while jobs := pending(labels):
         label, seed, steps, _ = jobs[0]
@@ -244,13 +236,12 @@ def run(source: str, part: str) -> None:
             lr, alpha = job[3]
             row = {"label": label, "lr": lr, "alpha": alpha, "seed": seed}
             row |= {"steps": steps} | trainer.run(lr, alpha)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row | provenance()) + "\n")
+            append(RESULTS, row | provenance())
             print(row, flush=True)
 
 
 def table() -> None:
-    done = rows()
+    done = rows_of(RESULTS)
     for steps, labels in ((STEPS, VARIANTS), (4 * STEPS, LONGER)):
         print(f"| method, {steps} steps | lr | alpha | validation loss | of seeds |")
         print("|---|---|---|---|---|")

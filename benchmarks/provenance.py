@@ -1,6 +1,7 @@
-"""Where a row of results comes from."""
+"""Rows of results: where one comes from, and the files that keep them."""
 
 import datetime
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -23,3 +24,15 @@ def provenance() -> dict:
         "commit": os.environ.get("COMMIT") or commit or "unknown",
         "date": datetime.date.today().isoformat(),
     }
+
+
+def rows_of(file: Path) -> list[dict]:
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def append(file: Path, row: dict) -> None:
+    file.parent.mkdir(exist_ok=True)
+    with file.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")

@@ -9,9 +9,14 @@ their model and run, kernels beside XLA's code of theirs.
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from provenance import rows_of  # noqa: E402
+
 RESULTS = ROOT / "docs/results.md"
 GPU = ROOT / "benchmarks/results/gpu"
 HEADING = "## On a GPU\n"
@@ -36,7 +41,7 @@ def main() -> None:
 
 
 def report(folder: Path) -> str:
-    steps, kernels = rows(folder / "step.jsonl"), rows(folder / "kernels.jsonl")
+    steps, kernels = rows_of(folder / "step.jsonl"), rows_of(folder / "kernels.jsonl")
     parts = []
     for setting in dict.fromkeys(map(setting_of, steps)):
         some = [row for row in steps if setting_of(row) == setting]
@@ -46,7 +51,7 @@ def report(folder: Path) -> str:
     if kernels:
         parts += [f"**Kernels** ({made(kernels)}):", kernel_table(kernels)]
     losses = {
-        file.stem.removeprefix("train_"): rows(file)
+        file.stem.removeprefix("train_"): rows_of(file)
         for file in sorted(folder.glob("train_*.jsonl"))
     }
     for name, heading in PRINTED.items():
@@ -63,12 +68,6 @@ def made(some: list[dict]) -> str:
     """Where, with what, of which code and when."""
     said = "{device}, jax {jax}, commit {commit}, {date}"
     return "; ".join(dict.fromkeys(said.format(**row) for row in some))
-
-
-def rows(file: Path) -> list[dict]:
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def setting_of(row: dict) -> tuple:
@@ -115,9 +114,9 @@ def kernel_table(some: list[dict]) -> str:
     cases: dict[tuple[str, str], list[dict]] = {}
     for row in some:
         cases.setdefault((row["op"], row["case"]), []).append(row)
-    for (op, case), rows_of in cases.items():
-        by = {row["implementation"]: row for row in rows_of if "error" not in row}
-        kernel = taken(op, [r for r in rows_of if r["implementation"] == "mosaic_gpu"])
+    for (op, case), same in cases.items():
+        by = {row["implementation"]: row for row in same if "error" not in row}
+        kernel = taken(op, [r for r in same if r["implementation"] == "mosaic_gpu"])
         shown = [
             f"{by[name]['microseconds']:.0f}" if name in by else ""
             for name in ("xla", "in parts")

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(ROOT / "benchmarks")]
 RESULTS = ROOT / "benchmarks/results/traffic.jsonl"
 
 import memory  # noqa: E402
-from provenance import provenance  # noqa: E402
+from provenance import append, provenance, rows_of  # noqa: E402
 
 from jaxcompact.kernels import choice  # noqa: E402
 from jaxcompact.memory import compiler, devices  # noqa: E402
@@ -47,14 +47,13 @@ def main() -> None:
     if parser.parse_args().command == "table":
         print(table())
         return
-    known = {key(row) for row in rows()}
+    known = {key(row) for row in rows_of(RESULTS)}
     for setting in SETTINGS:
         for method in METHODS:
             if (*setting, method) not in known:
                 row = measure(*setting, method)
                 print(json.dumps(row), flush=True)
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append(RESULTS, row)
 
 
 def measure(model: str, batch: int, seq: int, method: str) -> dict:
@@ -81,13 +80,8 @@ def key(row: dict) -> tuple:
     return tuple(row[name] for name in ("model", "batch", "seq", "method"))
 
 
-def rows() -> list[dict]:
-    text = RESULTS.read_text() if RESULTS.exists() else ""
-    return list(map(json.loads, text.splitlines()))
-
-
 def table() -> str:
-    made = {key(row): row for row in rows()}
+    made = {key(row): row for row in rows_of(RESULTS)}
     kinds = [k for k in KINDS if any(k in row["kinds"] for row in made.values())]
     head = ("model, tokens", "method", "peak GiB", *kinds, "at least ms", "of exact")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

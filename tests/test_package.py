@@ -56,6 +56,26 @@ LAYERS = (
     {"cli"},
     {"__main__"},
 )
+INSIDE = {
+    "memory": (
+        {"cache", "cards", "functions", "hlo", "quiet"},
+        {"collectives", "compiler", "measure", "traffic"},
+        {"buffers"},
+        {"peak"},
+        {"search"},
+    ),
+    "planner": (
+        {"arguments", "block", "integer", "plan", "probing", "roofline", "scan"},
+        {"effects", "layers", "measured", "stages"},
+        {"items", "sensitivity"},
+        {"problem"},
+        {"alive", "lifetimes"},
+        {"milp"},
+        {"candidates", "front"},
+        {"trials"},
+        {"search"},
+    ),
+}
 NEEDS = {"jax", "flax", "optax", "jaxcompact", "numpy", "scipy"}  # these with jax
 EXTRAS = """orbax tokenizers safetensors zstandard pyarrow matplotlib tensorboardX
     tqdm pytest hypothesis chex""".split()
@@ -123,6 +143,19 @@ def test_imports_point_to_lower_layers(path: Path):
     for other in imports(path):
         if other.startswith("jaxcompact") and not f"{other}.".startswith(f"{package}."):
             assert layer(other) < layer(name), f"{path} imports {other}"
+
+
+@pytest.mark.parametrize("package", INSIDE)
+def test_imports_inside_a_package_point_to_lower_layers(package: str):
+    layers = INSIDE[package]
+    layer_of = {name: i for i, names in enumerate(layers) for name in names}
+    paths = sources(f"jaxcompact/{package}")
+    assert layer_of.keys() == {path.stem for path in paths} - {"__init__"}
+    for path in paths:
+        for other in imports(path) if path.stem in layer_of else ():
+            inside = other.split(".")[2:3] if f".{package}." in other else []
+            for name in set(inside) & layer_of.keys():
+                assert layer_of[name] < layer_of[path.stem], f"{path} imports {other}"
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=str)

@@ -676,10 +676,48 @@ MUTATIONS = [
         "test_what_is_gathered_again_waits_for_the_layers_behind_it",
     ),
     Mutation(
+        "a gradient comes before what it waits for",
+        "jaxcompact/schedule.py",
+        "len(last.reads) > 1 or ",
+        "",
+        "tests/checkpoint/test_devices.py"
+        "::test_a_gradient_that_waits_for_another_and_is_shared",
+    ),
+    Mutation(
+        "what a rule decides by is rounded in another's place",
+        "jaxcompact/replay.py",
+        "if of_value(self.chosen[value][1]) != Recompute():",
+        "if False:",
+        "tests/test_rules.py::test_a_rule_that_decides_by_what_relu_leaves",
+    ),
+    Mutation(
+        "what is chosen stands still for a second derivative",
+        "jaxcompact/choices.py",
+        "held = pinned if rounded else lambda value, chosen: chosen",
+        "held = pinned",
+        "tests/test_decisions.py::test_second_derivatives_where_nothing_is_rounded",
+    ),
+    Mutation(
+        "of equals the largest has all",
+        "jaxcompact/choices.py",
+        "return [(total / count).astype(x.dtype)]",
+        "return [total.astype(x.dtype)]",
+        "tests/test_decisions.py"
+        "::test_ties_are_shared_as_the_plain_gradient_shares_them",
+    ),
+    Mutation(
+        "what a bound does is measured, and not found",
+        "jaxcompact/planner/sensitivity.py",
+        "own = replace(own, bound=None)",
+        "own = replace(own, axis=-1)",
+        "tests/planner/test_sensitivity.py"
+        "::test_the_error_of_what_is_stored_within_a_bound",
+    ),
+    Mutation(
         "a gradient that devices are to have parts of waits",
         "jaxcompact/schedule.py",
-        'if not (renames(last) or last.kind == "reshard"):',
-        "if not renames(last):",
+        'if len(last.reads) > 1 or not (renames(last) or last.kind == "reshard"):',
+        "if len(last.reads) > 1 or not renames(last):",
         "tests/test_schedule.py"
         "::test_weight_gradients_do_not_wait_where_weights_are_shared",
     ),
@@ -1251,7 +1289,7 @@ MUTATIONS = [
     Mutation(
         "heads share a scale",
         "jaxcompact/policy.py",
-        "group = min(codec.group_size, tensor.shape[-1])",
+        "group = max(1, min([codec.group_size, *tensor.shape[-1:]]))",
         "group = codec.group_size",
         "tests/test_linear_attention.py::"
         "test_a_head_that_is_small_has_scales_of_its_own",

@@ -104,7 +104,11 @@ class MLP(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(
-        self, cfg: ModelConfig, linear: Callable, norm: Callable, attention: str
+        self,
+        cfg: ModelConfig,
+        linear: Callable,
+        norm: Callable,
+        attention: str | Callable,
     ):
         self.attn_norm = norm()
         self.attn = Attention(cfg, linear, attention)

@@ -72,7 +72,11 @@ class Embed(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(
-        self, cfg: RobertaConfig, linear: Callable, norm: Callable, attention: str
+        self,
+        cfg: RobertaConfig,
+        linear: Callable,
+        norm: Callable,
+        attention: str | Callable,
     ):
         self.attn = Attention(cfg, linear, attention)
         self.attn_norm = norm()
@@ -113,8 +117,8 @@ class WordHead(nnx.Module):
 class Roberta(nnx.Module):
     """An encoder and one head: classes (or a rating) if ``cfg.labels``, else words.
 
-    Arguments as of `llama.Llama`; there is no ``attention`` but jax's own. Dropout is
-    that of hidden states and of the head; attention's own weights have none.
+    Arguments as of `llama.Llama`. Dropout is that of hidden states and of the head;
+    attention's own weights have none.
 
     >>> from configs import RobertaConfig
     >>> cfg = RobertaConfig(vocab_size=64, width=32, ff=64, layers=2, heads=4, labels=3)
@@ -130,7 +134,7 @@ class Roberta(nnx.Module):
         dtype: Any = jnp.bfloat16,
         param_dtype: Any = jnp.float32,
         checkpoint: Checkpoint = None,
-        attention: str | None = None,
+        attention: str | Callable | None = None,
         rngs: nnx.Rngs,
     ):
         check_options(checkpoint, attention)

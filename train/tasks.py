@@ -149,8 +149,8 @@ def own_task(texts: str, label: str, kind: str) -> Task:
 def read_task(task: Task, path: str | Path) -> Splits:
     """The splits in a folder or, of one's own, in a file.
 
-    Where there is nothing but train, one example in ten is held out. Raises DataError,
-    with file and line, for what does not have the task's form.
+    Where a file has nothing but train, one example in ten is held out. Raises
+    DataError, with file and line, for what does not have the task's form.
     """
     path, broken, needed = Path(path), [], (*task.texts, task.label)
     if not path.exists():

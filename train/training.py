@@ -4,6 +4,7 @@ A batch is what the model's ``loss`` takes, with an axis of microbatches before 
 text (a, b, t) tokens, a microbatches of b sequences.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ class Training:
         seed: int = 0,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
-        attention: str | None = None,
+        attention: str | Callable | None = None,
         policy: Any = None,
     ):
         self.cfg, self.method, self.schedule = cfg, method, schedule

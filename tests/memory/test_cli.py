@@ -24,6 +24,10 @@ def array():
     return step, x
 
 constant = 3
+
+def broken():
+    step, (x,) = make_step()
+    return jax.jit(lambda x: jnp.broadcast_to(x, (3, 5))), (x,)
 """
 
 
@@ -117,3 +121,13 @@ def test_errors_are_one_line(here, arguments, message):
     said, *printed = here(*arguments)
     assert said.startswith("python -m jaxcompact memory: ") and message in said
     assert "\n" not in said and printed == ["", ""]
+
+
+def test_where_ones_own_code_fails_is_told(here):
+    """As by an exception that is not caught; of other errors a line is enough."""
+    said, _, err = here("my_module:broken")
+    assert "ncompatible" in said and "\n" not in said.strip()
+    assert 'my_module.py", line' in err and "jnp.broadcast_to(x, (3, 5))" in err
+    for wrong in ("my_module:nothing", "my_module:missing", "no_module:make_step"):
+        said, _, err = here(wrong)
+        assert said.startswith("python -m jaxcompact memory: ") and err == ""

@@ -81,10 +81,10 @@ def test_a_rows_figures_are_of_one_commit(tmp_path, monkeypatch):
         architectures.memory, "peak", lambda step: SimpleNamespace(peak_bytes=peak)
     )
     architectures.make("GCN", search=False)
-    (row,) = architectures.rows()
+    (row,) = architectures.rows_of(architectures.RESULTS)
     assert (row["commit"], row["peak_bytes"]) == ("a", 1)
 
     commit, peak = "b", 2
     architectures.make("GCN", search=True)
-    (row,) = architectures.rows()
+    (row,) = architectures.rows_of(architectures.RESULTS)
     assert (row["commit"], row["peak_bytes"], row["16 GB"]) == ("b", 2, 3)
