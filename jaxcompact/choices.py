@@ -2,9 +2,9 @@
 
 Made again of decoded operands they might choose others, and the gradient would flow to
 entries that the forward pass did not take. The choice, a small integer, can be stored
-instead; it is all that their derivatives read. Of a row's maximum it is a bit for each
-entry: those that are equal share the gradient, as jax has it. Of equals a running
-maximum takes the first, where jax shares.
+instead; it is all that their derivatives read. Of the largest of up to 64 it is a bit
+for each: those that are equal share the gradient, as jax has it. Of more, whose bits
+would be as large as what is stored, and of a running maximum the first has all.
 
 Pooling with dilation, or of more than 64 entries, is made again: it may choose others.
 """
@@ -23,6 +23,7 @@ from jaxcompact.arrays import pinned
 from jaxcompact.graph import Op
 
 _WINDOW = 64  # entries of the largest pooling window whose choice is taken
+_SHARED = 64  # entries of the longest row whose equal ones share
 
 
 def choices(op: Op) -> int | None:
@@ -47,7 +48,9 @@ def choices(op: Op) -> int | None:
         case "cummax" | "cummin":
             return shape[params["axis"]]
         case "reduce_max" | "reduce_min":
-            return 2 if aval.size else None
+            if not aval.size:
+                return None
+            return 2 if _shares(op) else _length(op)
         case "reduce_window_max" | "reduce_window_min":
             size = math.prod(params["window_dimensions"])
             dilated = {1} != {*params["window_dilation"], *params["base_dilation"]}
@@ -87,10 +90,13 @@ def choose(op: Op, values: Sequence[Any]) -> tuple[list[Any], jax.Array]:
                 params["reverse"],
                 axis,
             )
-        case "reduce_max" | "reduce_min":  # or XLA may make x with other rounding
-            x = lax.optimization_barrier(x)
+        case "reduce_max" | "reduce_min" if _shares(op):
+            x = lax.optimization_barrier(x)  # or XLA may make it with other rounding
             outs = op.bind(x)
             choice = x == jnp.expand_dims(outs[0], params["axes"])
+        case "reduce_max" | "reduce_min":
+            index_of = jnp.argmax if op.kind == "reduce_max" else jnp.argmin
+            choice = index_of(_in_a_row(x, params["axes"]), axis=-1)
         case "scatter-max" | "scatter-min":  # 0 less, 1 the extreme, 2 as x is too
             x, indices, updates = lax.optimization_barrier(tuple(values))
             outs = op.bind(x, indices, updates)
@@ -141,6 +147,9 @@ def follow(
             return [jnp.take_along_axis(x, choice, axis), choice]
         case "cummax" | "cummin":
             return [jnp.take_along_axis(x, choice, params["axis"])]
+        case "reduce_max" | "reduce_min" if not _shares(op):
+            rows = _in_a_row(x, params["axes"])
+            return [jnp.take_along_axis(rows, choice[..., None], -1)[..., 0]]
         case "reduce_max" | "reduce_min":  # of equals the mean; NaN where x has one
             axes = params["axes"]
             count = choice.sum(axes).astype(jnp.float32)
@@ -163,6 +172,15 @@ def follow(
     return [out]
 
 
+def _length(op: Op) -> int:
+    shape = op.eqn.invars[0].aval.shape
+    return math.prod(shape[axis] for axis in op.eqn.params["axes"])
+
+
+def _shares(op: Op) -> bool:
+    return _length(op) <= _SHARED
+
+
 def _larger(a: tuple[Any, Any], b: tuple[Any, Any], sign: int) -> tuple[Any, Any]:
     """Of two values and their indices the larger, or smaller; the first of equals."""
     better = b[0] > a[0] if sign > 0 else b[0] < a[0]
@@ -174,6 +192,14 @@ def _index(x: jax.Array, axis: int) -> jax.Array:
     others = [i for i in range(x.ndim) if i != axis]
     places = jnp.expand_dims(jnp.arange(x.shape[axis], dtype=jnp.int32), others)
     return jnp.zeros_like(x, jnp.int32) + places
+
+
+def _in_a_row(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The axes as one, the last."""
+    kept = [i for i in range(x.ndim) if i not in axes]
+    shape = [x.shape[i] for i in kept]
+    length = math.prod(x.shape[i] for i in axes)
+    return x.transpose(*kept, *axes).reshape(*shape, length)
 
 
 def _add_at(op: Op, indices: Any, updates: jax.Array, x: jax.Array) -> jax.Array:

@@ -26,6 +26,7 @@ class Candidates:
         self.asked, self.layers, self.noise = asked, layers, noise
         self.frontier = frontier(asked, noise)
         self.known = [*self.frontier, *self._tightest(asked)]
+        self.limits: set[float] = set()  # that it was asked for
 
     def nbytes(self, solution: Solution) -> int:
         """In all layers, at the peak of a backward pass."""
@@ -36,7 +37,9 @@ class Candidates:
     ) -> Solution | None:
         """That is wanted and takes no more than that, if there is one; of the least
         cost, which is its seconds and a little for its noise."""
-        self.known += [*self._near(limit), *self._corrected(limit)]
+        if limit not in self.limits:
+            self.known += [*self._near(limit), *self._corrected(limit)]
+            self.limits.add(limit)
         fitting = (s for s in self.known if self.nbytes(s) <= limit and wanted(s))
         return min(fitting, key=lambda s: s.cost, default=None)
 

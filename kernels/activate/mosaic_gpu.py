@@ -32,6 +32,7 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     shared_strips,
     store,
 )
+from jaxcompact.kernels.quantize.reference import Encoded, level_dtypes
 
 
 def activate(
@@ -45,7 +46,7 @@ def activate(
     scale_bits: int,
     bounds: Sequence[float | None],
     columns: int,
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array, jax.Array | None]]]:
+) -> tuple[jax.Array, list[Encoded]]:
     """``y[rows, size]``; codes, scales, lows of each x: as `quantize`.
 
     Parameters are ``[size]``, ``bounds`` each x's. Rows of x and y are multiples of 16
@@ -56,8 +57,7 @@ def activate(
     unit = max(1, COLUMNS // group)  # groups that f is evaluated on at once
     groups = unit * min(max(1, columns // (unit * group)), pl.cdiv(count, unit))
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
-    kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
-    kinds += [] if symmetric else [jnp.bfloat16]
+    kinds = level_dtypes(symmetric, scale_bits)
 
     def activate_block(*refs):
         refs = iter(refs)

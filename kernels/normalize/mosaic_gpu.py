@@ -24,6 +24,7 @@ from jaxcompact.kernels.functions.blocks import COLUMNS
 from jaxcompact.kernels.functions.rows import ENTRIES, Function, evaluated
 from jaxcompact.kernels.quantize import mosaic_gpu as block
 from jaxcompact.kernels.quantize.mosaic_gpu import encoded, in_strips, iota, layout
+from jaxcompact.kernels.quantize.reference import Encoded, level_dtypes
 
 
 def normalize(
@@ -37,7 +38,7 @@ def normalize(
     scale_bits: int,
     columns: int,
     workers: int,
-) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array, jax.Array | None]]:
+) -> tuple[list[jax.Array], Encoded]:
     """``y[rows, size]`` and statistics ``[rows]``; codes, scales, lows as `quantize`.
 
     Parameters are ``[size]``. Rows of x and y are multiples of 16 bytes. ``columns`` of
@@ -49,8 +50,7 @@ def normalize(
     columns, in_place = groups * group, of_y == dtype
     rounds, blocks = pl.cdiv(count, workers * groups), pl.cdiv(rows, block.ROWS)
     whole = rounds * workers * columns
-    kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
-    kinds += [] if symmetric else [jnp.bfloat16]
+    kinds = level_dtypes(symmetric, scale_bits)
     spread = layout(COLUMNS, max(dtype, of_y, key=lambda kind: kind.itemsize))
     of_rows, over = spread.reduce(1), evaluation.over(spread)
 

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxcompact.kernels.quantize.api import quantize
-
-Encoded = tuple[jax.Array, jax.Array, jax.Array | None]
+from jaxcompact.kernels.quantize.reference import Encoded
 
 
 def normalize(

@@ -24,6 +24,7 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     store,
     tiles,
 )
+from jaxcompact.kernels.quantize.reference import Encoded, level_dtypes
 
 _SUMMED = 64  # entries of x that are under way at once
 _WORKERS = 2  # warpgroups that multiply
@@ -39,7 +40,7 @@ def project(
     scale_bits: int,
     columns: int,
     steps: int,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> Encoded:
     """Codes, scales and lows of ``x P``, ``[tokens, r]``: as `quantize`.
 
     Tokens are a multiple of 8, n of 64, r of ``group``. ``steps`` copies are under way
@@ -56,8 +57,7 @@ def project(
     left = SHARED - rows * groups * (width + 4)
     steps = min(steps, rounds, left // (2 * _SUMMED * (rows + columns)))
     behind = min(1, rounds - 1)  # products that may be under way as the next begins
-    kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
-    kinds += [] if symmetric else [jnp.bfloat16]
+    kinds = level_dtypes(symmetric, scale_bits)
 
     def project_block(x_hbm, p_hbm, codes_hbm, *refs):
         levels_hbm, (codes_smem, *levels_smem) = refs[: len(kinds)], refs[len(kinds) :]

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 
 from jaxcompact.kernels.explicit import without
 from jaxcompact.kernels.quantize.api import quantize
-
-Encoded = tuple[jax.Array, jax.Array, jax.Array | None]
+from jaxcompact.kernels.quantize.reference import Encoded
 
 
 def project(x: jax.Array, p_nr: jax.Array, **fields) -> Encoded:

@@ -29,7 +29,7 @@ def quantize(
     bound: float | None = None,
     seed: int | jax.Array | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> reference.Encoded:
     """Codes, scales and lows of ``x``: the bits that `reference.quantize` gives.
 
     Memory: the kernel reads x once and writes what is stored; nothing of x's size in

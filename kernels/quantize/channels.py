@@ -24,6 +24,7 @@ from jaxcompact.kernels.quantize.mosaic_gpu import (
     longer,
     place_of_block,
 )
+from jaxcompact.kernels.quantize.reference import Encoded, level_dtypes
 
 _THREADS = 128
 _EIGHT = range(8)
@@ -39,7 +40,7 @@ def quantize(
     scale_bits: int,
     bound: float | None,
     columns: int,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> Encoded:
     """Codes ``uint8[b, g * group * bits / 8, c]``, scales and lows ``[b, g, c]``.
 
     ``seed``: `noise.mixed_seed`; None rounds to nearest. ``columns``: channels of a
@@ -49,8 +50,7 @@ def quantize(
     count, eighth = pl.cdiv(tokens, group), group // 8
     columns, spread = _spread(channels, columns)
     blocks = before, count, pl.cdiv(channels, columns)
-    kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
-    kinds += [] if symmetric else [jnp.bfloat16]
+    kinds = level_dtypes(symmetric, scale_bits)
     inputs = [x_btc] + ([] if seed is None else [seed.reshape(1)])
 
     def quantize_channels_block(*refs):

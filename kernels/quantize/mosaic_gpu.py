@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcompact.kernels.quantize import levels, noise, scales
+from jaxcompact.kernels.quantize.reference import Encoded, level_dtypes
 
 ROWS = 64  # of a block: those of a warpgroup's layouts
 SHARED = 225 * 1024  # bytes that a block may have, but for 2 KiB: barriers, gaps
@@ -37,7 +38,7 @@ def quantize(
     scale_bits: int,
     bound: float | None,
     groups: int,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> Encoded:
     """Codes ``uint8[rows, g * group * bits / 8]``, scales and lows ``[rows, g]``.
 
     ``seed``: `noise.mixed_seed`; None rounds to nearest. ``groups`` of a block. Rows of
@@ -48,8 +49,7 @@ def quantize(
     width = group * bits // 8  # bytes of a group's codes
     groups = min(count, _held(groups, group, width, x_rn.dtype))
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
-    kinds = [jnp.uint8 if scale_bits == 8 else jnp.bfloat16]
-    kinds += [] if symmetric else [jnp.bfloat16]
+    kinds = level_dtypes(symmetric, scale_bits)
     spread = layout(width, x_rn.dtype)
     inputs = [x_rn]
     inputs += [] if seed is None else [seed.reshape(1)]

@@ -25,6 +25,7 @@ nothing. Eager, compiled and in another kernel, the bits are the same. A GPU div
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,8 @@ from jaxcompact.kernels.bits import reference as bits_reference
 from jaxcompact.kernels.explicit import gathered, part
 from jaxcompact.kernels.quantize import levels, scales
 from jaxcompact.kernels.quantize.noise import uniform
+
+Encoded = tuple[jax.Array, jax.Array, jax.Array | None]  # codes, scales, lows
 
 
 def filled_up(x: jax.Array, *, group: int, axis: int, edge: bool) -> jax.Array:
@@ -120,6 +123,12 @@ def _of_16_or_32_bits(x: jax.Array) -> jax.Array:
     return x if x.dtype.itemsize in (2, 4) else x.astype(jnp.float32)
 
 
+def level_dtypes(symmetric: bool, scale_bits: int) -> list[Any]:
+    """Of the scales and, if there are any, of the lows."""
+    lows = [] if symmetric else [jnp.bfloat16]
+    return [jnp.uint8 if scale_bits == 8 else jnp.bfloat16, *lows]
+
+
 def quantize(
     x: jax.Array,
     *,
@@ -130,7 +139,7 @@ def quantize(
     scale_bits: int = 16,
     bound: float | None = None,
     seed: int | jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> Encoded:
     """Codes ``uint8[..., g * group * bits / 8, ...]``; scales, lows ``[..., g, ...]``.
 
     ``g = ceil(x.shape[axis] / group)``. Scales and lows are bfloat16, or scales uint8;
