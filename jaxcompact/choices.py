@@ -150,11 +150,13 @@ def follow(
         case "reduce_max" | "reduce_min" if not _shares(op):
             rows = _in_a_row(x, params["axes"])
             return [jnp.take_along_axis(rows, choice[..., None], -1)[..., 0]]
-        case "reduce_max" | "reduce_min":  # of equals the mean; NaN where x has one
-            axes = params["axes"]
-            count = choice.sum(axes).astype(jnp.float32)
-            total = jnp.where(choice > 0, x, 0).sum(axes, dtype=jnp.float32)
-            return [(total / count).astype(x.dtype)]
+        case "reduce_max" | "reduce_min":  # of equals the mean, without overflow
+            wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
+            count = choice.sum(params["axes"], keepdims=True).astype(wide)
+            share = jnp.where(count > 0, 1 / count, jnp.nan)  # NaN is equal to none
+            taken = (choice > 0) | (count == 0)
+            mean = jnp.where(taken, x.astype(wide) * share, 0).sum(params["axes"])
+            return [mean.astype(x.dtype)]
         case "scatter-max" | "scatter-min":  # of equals the mean
             x, indices, updates = values
             total = _add_at(op, indices, jnp.where(choice > 0, updates, 0), x)

@@ -241,13 +241,30 @@ def test_second_derivatives_where_nothing_is_rounded(decide):
     np.testing.assert_allclose(found, second(lambda fun: fun), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [32, 64])
-def test_a_maximum_of_nan_is_one(count):
-    def fun(w, x):
-        return jnp.tile((x @ w)[:, :count], 2).max(axis=1).sum()
+def test_a_maximum_of_nan_or_of_the_largest_number():
+    """The gradient is NaN there as well, and is no sum of equals that overflows."""
+
+    def fun(b, x):
+        return jnp.sum(jnp.sin((x + b[None]).max(axis=1)))
 
     small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
-    assert jnp.isnan(jax.grad(small)(W, X.at[0, 0].set(jnp.nan))).any()
+    gradients = jax.grad(small), jax.grad(fun)
+    zeros, largest = jnp.zeros(64), jnp.finfo(jnp.float32).max
+    for x in (X.at[0, 0].set(jnp.nan), X.at[0].set(-largest)):
+        found, expected = (gradient(zeros, x) for gradient in gradients)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert jnp.isnan(gradients[0](zeros, X.at[0, 0].set(jnp.nan))).all()
+
+
+def test_a_maximum_of_doubles():
+    with jax.enable_x64(True):
+        w, x = (jnp.asarray(a, jnp.float64) for a in (W, X))
+        fun = weighted(lambda w, x: jnp.square((x @ w).max(axis=1)))
+        policy = jc.policies.uniform(jc.Save())
+        found, expected = (
+            jax.grad(f)(w, x) for f in (jc.checkpoint(fun, policy=policy), fun)
+        )
+    np.testing.assert_allclose(found, expected, rtol=1e-13, atol=1e-13)
 
 
 def test_the_largest_of_many_is_a_place():

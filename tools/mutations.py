@@ -700,8 +700,8 @@ MUTATIONS = [
     Mutation(
         "of equals the largest has all",
         "jaxcompact/choices.py",
-        "return [(total / count).astype(x.dtype)]",
-        "return [total.astype(x.dtype)]",
+        "share = jnp.where(count > 0, 1 / count, jnp.nan)",
+        "share = jnp.where(count > 0, 1.0, jnp.nan)",
         "tests/test_decisions.py"
         "::test_ties_are_shared_as_the_plain_gradient_shares_them",
     ),

@@ -45,7 +45,7 @@ class Codec:
         """x again, in its shape and dtype.
 
         Raises ValueError for what no codec of this class has encoded; that its fields
-        were others is not always noticed, nor by one that stores an array whose it was.
+        were others is not always noticed. One that stores an array takes any.
         """
         raise NotImplementedError
 
