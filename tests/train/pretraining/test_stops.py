@@ -167,8 +167,8 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
             "--plan-plot must be in a folder that is there, got no/such.png",
         ),
         (
-            ["--memory-budget", "1GiB", "--plan-plot", "front.png"],
-            "--plan-plot needs one --method",
+            ["--explain-plan", "--memory-budget", "1GiB", "--plan-plot", "front.png"],
+            "--plan-plot needs one --method: each has its own plans",
         ),
         (["--memory-budget", "1GiB", "--checkpoint", "int4"], "a plan exclude each"),
         (
