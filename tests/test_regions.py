@@ -13,6 +13,7 @@ import jaxcompact as jc
 from jaxcompact import forward, stores
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
+from tests.cases import slow
 from tests.kernels.machine_code import compiled, kernels_in
 
 Q4 = jc.Quantized(4)
@@ -163,7 +164,9 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
-    "fun", [swiglu, gelu, exact_gelu, biased, gated], ids=lambda fun: fun.__name__
+    "fun",
+    [swiglu, slow(gelu), slow(exact_gelu), biased, gated],
+    ids=lambda fun: fun.__name__,
 )
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted; the same codes, and what XLA fuses in another order."""

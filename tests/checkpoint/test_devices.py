@@ -93,7 +93,7 @@ def plain_over_devices(name):
     return both_gradients(over_devices(of_a_part(name)))
 
 
-@pytest.mark.parametrize("policy", [slow(SAVE), AGAIN, LOSSY])
+@pytest.mark.parametrize("policy", [slow(SAVE), slow(AGAIN), LOSSY])
 @pytest.mark.parametrize("name", ["mlp", "scan", "cond", "constants", "custom_vjp"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_with_shard_map(inside, name, policy):
@@ -127,10 +127,10 @@ BOTH, ONE = {"data", "tensor"}, {"data"}
     ("fun", "axis_type", "axes", "check"),
     [
         (attention, AxisType.Auto, BOTH, True),
-        (attention, AxisType.Explicit, ONE, False),
+        slow(attention, AxisType.Explicit, ONE, False),
         (gated, AxisType.Auto, ONE, True),
         (rounds, AxisType.Explicit, BOTH, True),
-        (rounds, AxisType.Auto, ONE, False),
+        slow(rounds, AxisType.Auto, ONE, False),
     ],
 )
 def test_what_devices_run_by_themselves_is_stored_as_elsewhere(
