@@ -131,6 +131,7 @@ class Automatic:
 GACT = {f"GACT {bits} bits": jc.policies.uniform(gact(bits)) for bits in (4, 2)}
 GACT |= {f"GACT automatic {bits}": Automatic(bits) for bits in (4, 2)}
 GACT |= {f"automatic {bits} of Adam's steps": Automatic(bits, True) for bits in (4, 2)}
+LABELS = ["exact", *POLICIES, *GACT, "plan"]
 
 
 # --- measuring ---
@@ -252,8 +253,8 @@ def table() -> None:
     found: dict[tuple[str, str], dict[int, dict]] = {}
     for row in rows_of(RESULTS):
         found.setdefault((row["model"], row["policy"]), {})[row["seed"]] = row
-    order = {key: i for i, key in enumerate(MODELS)}
-    for name, label in sorted(found, key=lambda key: order[key[0]]):
+    order = [*MODELS, *LABELS]
+    for name, label in sorted(found, key=lambda key: [*map(order.index, key)]):
         group = found[name, label]
         exact, first = found[name, "exact"], group[0]
 
@@ -287,8 +288,7 @@ def main() -> None:
     command.add_argument(
         "--model", default=",".join(MODELS), help="of these, by commas"
     )
-    every = ["exact", *POLICIES, *GACT, "plan"]
-    command.add_argument("--policy", default=",".join(every), help="likewise")
+    command.add_argument("--policy", default=",".join(LABELS), help="likewise")
     commands.add_parser("table", help="print the table")
     arguments = parser.parse_args()
     if arguments.command == "table":
