@@ -1,6 +1,6 @@
 """The forward pass of a traced function with all that may be stored of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class Recording:
         graph: Graph,
         tensors: Tensors,
         moving: set[int],
-        slopes: set[int],
+        slopes: Collection[int],
         bind: Callable[[Op, list[Any]], list[Any]],
     ):
         self.graph, self.tensors, self.moving = graph, tensors, moving

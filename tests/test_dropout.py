@@ -7,10 +7,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
-
-COARSE = jc.Policy({"x": jc.Save()}, default=jc.policies.uniform(jc.Quantized(2)))
-W = 0.15 * jax.random.normal(jax.random.key(7), (64, 64))
-X = jax.random.normal(jax.random.key(3), (8, 64))
+from tests.decision_cases import COARSE, W, X
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
 import jaxcompact as jc
+from jaxcompact.checkpoint import TRACERS
 from tests.residuals import (
     LAYERS,
     MLP,
@@ -282,3 +283,16 @@ def test_however_often_it_is_read(readers):
     ]
     assert codes
     assert len(set(codes)) == len(codes)
+
+
+def test_a_codec_without_noise_has_one_seed():
+    """So that tensors of one kind share what is traced, with constants or without."""
+    for codec, shared in (
+        (jc.Chain(jc.Hadamard(16), Q4), True),
+        (Q4, True),
+        (jc.Quantized(4, stochastic=True), False),
+    ):
+        traced, inputs = TRACERS[checkpointed(mlp, uniform(codec))]((MLP, X), {})
+        plan = traced.plan((True,) * len(inputs))
+        seeds = {s.seed for s in plan.stores.each if s.codec == codec}
+        assert (seeds == {0}) == shared and seeds

@@ -695,14 +695,14 @@ MUTATIONS = [
         "jaxcompact/choices.py",
         "held = pinned if rounded else lambda value, chosen: chosen",
         "held = pinned",
-        "tests/test_decisions.py::test_second_derivatives_where_nothing_is_rounded",
+        "tests/test_extremes.py::test_second_derivatives_where_nothing_is_rounded",
     ),
     Mutation(
         "of equals the largest has all",
         "jaxcompact/choices.py",
         "share = jnp.where(count > 0, 1 / count, jnp.nan)",
         "share = jnp.where(count > 0, 1.0, jnp.nan)",
-        "tests/test_decisions.py"
+        "tests/test_extremes.py"
         "::test_ties_are_shared_as_the_plain_gradient_shares_them",
     ),
     Mutation(
@@ -710,8 +710,7 @@ MUTATIONS = [
         "jaxcompact/planner/sensitivity.py",
         "own = replace(own, bound=None)",
         "own = replace(own, axis=-1)",
-        "tests/planner/test_sensitivity.py"
-        "::test_the_error_of_what_is_stored_within_a_bound",
+        "tests/planner/test_noise.py::test_the_error_of_what_is_stored_within_a_bound",
     ),
     Mutation(
         "a gradient that devices are to have parts of waits",

@@ -138,12 +138,12 @@ def plan_step(
             return best
         measured = found.under(best.actions)
         error = measured.error(best.actions)
-        if error <= max_error or not left:  # of an exact one, the compiler's rounding
+        if error <= max_error or not allowed:  # it is exact but for the compiler's
             return replace(best, error=error, measured=True)
         say(f"its gradient error is {error:.2%}, expected {best.error:.2%}")
         found = found.no_less_than(measured, codecs)
         allowed *= best.error / error
-    raise AssertionError("an exact plan has no error")
+    raise AssertionError("the last plan is exact")
 
 
 def _layers(

@@ -105,6 +105,12 @@ def test_a_folder_that_says_what_ends_documents(transformers, tmp_path):
     assert (again.eot, again.name) == (5, tokenizer.name)
     config = json.loads((tmp_path / "new" / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (4, 5)
-    for broken in ("[]", "{", '{"eos_token": 3}', '{"eos_token": "<none>"}'):
+    for broken in (
+        "[]",
+        "{",
+        "[" * 100_000,
+        '{"eos_token": 3}',
+        '{"eos_token": "<none>"}',
+    ):
         said.write_text(broken)
         assert load_tokenizer(tmp_path / "tokenizer.json").eot == 3
