@@ -364,15 +364,16 @@ def test_a_default_policy_has_all_that_it_has_by_itself():
 
 
 def test_numbers_and_what_has_no_entries():
-    """A number that a norm is of has no rows; of no entries none is the largest."""
+    """A number that scales what a norm is of has no rows; of no entries none is the
+    largest."""
 
     def fun(w, x, scale):
-        carry, ys = jax.lax.scan(
-            lambda c, row: (c * 1.01, ((row @ w) @ row) * c), scale, x
+        scale, ys = jax.lax.scan(
+            lambda c, row: (c + (row @ w) @ row, (row @ w) * c), scale, x
         )
-        y = carry * scale
+        y = ys * scale
         none = jax.lax.top_k((x @ w)[:, :0], 0)[0].sum()
-        return y / jnp.sqrt(jnp.mean(y * y) + 1e-6) + ys.sum() + none
+        return jnp.sum(y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6)) + none
 
     args = W, X, jnp.float32(2)
     found = jax.grad(jc.checkpoint(fun, policy=jc.policies.int4(), params=0))(*args)
