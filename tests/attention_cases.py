@@ -3,10 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
+from tests.draws import normal
 
 X = normal(3, 64, 32)
 W = normal(1, 32, 32) / 6

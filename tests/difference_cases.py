@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxcompact as jc
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
+from tests.draws import normal
 
 X, PARAMS = normal(0, 128, 32), {"a": normal(1, 32, 64) / 6, "b": normal(2, 64, 32) / 8}
 

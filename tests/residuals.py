@@ -7,13 +7,10 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
+from tests.draws import normal
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 uniform, compress = jc.policies.uniform, jc.policies.compress
-
-
-def normal(seed, *shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def mlp(w, x):

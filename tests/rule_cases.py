@@ -3,14 +3,16 @@
 import jax
 import jax.numpy as jnp
 
+from tests.draws import normal
+
 WIDTH, MANY, ROWS = 32, 128, 64
 PARAMS = {
-    name: jax.random.normal(jax.random.key(i), shape) / shape[0] ** 0.5
+    name: normal(i, *shape) / shape[0] ** 0.5
     for i, (name, shape) in enumerate(
         {"up": (WIDTH, MANY), "down": (MANY, WIDTH)}.items()
     )
 } | {"at": jnp.full(MANY, 0.3)}
-X = jax.random.normal(jax.random.key(7), (ROWS, WIDTH))
+X = normal(7, ROWS, WIDTH)
 
 
 def keeping(forward, backward, primal=None):

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jax.experimental.ode import odeint
 
 import jaxcompact as jc
-from tests.attention_cases import ATTENTION, W, X, normal
+from tests.attention_cases import ATTENTION, W, X
+from tests.draws import normal
 
 IDS = jax.random.randint(jax.random.key(5), (128,), 0, 50)
 

@@ -6,6 +6,7 @@ import pytest
 
 import jaxcompact as jc
 from tests.cases import slow
+from tests.draws import normal
 
 DRAWS = 1024
 
@@ -16,9 +17,9 @@ def distance_from_floor(codec: jc.Codec) -> float:
     Noise comes from the data, so each draw shifts x by a millionth: enough for other
     noise, and far below the floor in itself.
     """
-    w = jax.random.normal(jax.random.key(0), (64, 8))
-    x = jax.random.normal(jax.random.key(1), (32, 64))
-    dy = jax.random.normal(jax.random.key(2), (32, 8))
+    w = normal(0, 64, 8)
+    x = normal(1, 32, 64)
+    dy = normal(2, 32, 8)
     block = jc.checkpoint(
         lambda w, x: x @ w, policy=jc.policies.uniform(codec), params=0
     )
@@ -27,7 +28,7 @@ def distance_from_floor(codec: jc.Codec) -> float:
         of_both = jax.grad(lambda w, x: jnp.sum(block(w, x) * dy), argnums=(0, 1))
         return of_both(w, x + shift)[0]  # x is encoded if it is differentiated
 
-    shifts = 1e-6 * jax.random.normal(jax.random.key(3), (DRAWS, 1, 1))
+    shifts = 1e-6 * normal(3, DRAWS, 1, 1)
     errors = jax.jit(jax.vmap(gradient))(shifts) - (x.T @ dy)[None]
     single = jnp.sqrt(jnp.mean(jnp.sum(errors**2, axis=(1, 2))))
     return float(jnp.linalg.norm(errors.mean(axis=0)) / (single / DRAWS**0.5))

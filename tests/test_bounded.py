@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxcompact as jc
 from jaxcompact.kernels import choice
 from tests.cases import slow
+from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in
-from tests.residuals import normal
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 uniform = jc.policies.uniform
-
-
-def normal(seed, *shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 def coded(codec, x):
@@ -60,6 +57,7 @@ def test_mlp():
     assert 0.02 < relative(got, exact) < 0.2
 
 
+@pytest.mark.slow
 def test_norm_and_gate():
     """A block of today's language models: what lies between the products is replayed.
 
@@ -166,6 +164,7 @@ flash.defvjp(flash_forward, flash_backward)
 softmax = jax.nn.dot_product_attention
 
 
+@pytest.mark.slow
 def test_the_fused_attention_used_here_is_right():
     q, k, v = normal(4, 3, 2, 16, 2, 32)
     got, want = (
@@ -210,6 +209,7 @@ def test_attention(op):
     assert 1e-3 < relative(got, exact) < 0.05
 
 
+@pytest.mark.slow
 def test_a_divisor_is_no_zero():
     """Sums from 1e-3 to 1: in groups of 64 with 4 bits most would become zero."""
     w, x = jnp.exp(jnp.linspace(-7.0, 0.0, 64)).reshape(1, 64), jnp.ones((1, 1))
@@ -250,6 +250,7 @@ def test_a_divisor_in_a_body_is_no_zero(way):
         assert relative(jax.grad(small)(t, p), exact) < 0.1
 
 
+@pytest.mark.slow
 def test_a_loops_normalizer_is_no_zero():
     """The scaled forward algorithm of a hidden Markov model of 16 states."""
     params = {"emit": normal(23, 16, 16) / 2, "move": 3 * normal(24, 16, 16)}
@@ -275,6 +276,7 @@ def test_a_loops_normalizer_is_no_zero():
 # --- layers, with the tolerances of GACT's and ActNN's own tests ---
 
 
+@pytest.mark.slow
 def test_batch_norm_in_four_bits():
     def norm(w, x):
         mean, var = x.mean((0, 2, 3), keepdims=True), x.var((0, 2, 3), keepdims=True)

@@ -7,11 +7,7 @@ import pytest
 import jaxcompact as jc
 from tests.candidates import candidates
 from tests.cases import slow
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
-
+from tests.draws import normal
 
 ROWS, N = 1024, 32
 X = normal(0, ROWS, N)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
-from tests.decision_cases import COARSE, NODES, ULPS, W, X, errors, normal, weighted
+from tests.decision_cases import COARSE, NODES, ULPS, W, X, errors
+from tests.draws import normal
+from tests.residuals import weighted
 
 Q1, Q2 = jc.Quantized(1), jc.Quantized(2)
 COLUMNS = jnp.arange(64) * 7 % 6
@@ -220,6 +222,7 @@ def test_the_branch_that_was_taken(loop):
     assert errors(fun, W, X) < ULPS
 
 
+@pytest.mark.slow
 def test_routing_goes_where_the_forward_went():
     """A mixture of experts: each token's gradient reaches the one that it went to."""
 
@@ -245,9 +248,9 @@ def test_a_choice_that_is_saved_is_the_forwards(action):
         y = x @ w
         return jnp.minimum(y[:, ::2], y[:, 1::2]).sum()
 
-    x = jax.random.normal(jax.random.key(0), (256, 64))
-    w = jax.random.normal(jax.random.key(1), (64, 1))
-    w += 0.05 * jax.random.normal(jax.random.key(2), (64, 64))
+    x = normal(0, 256, 64)
+    w = normal(1, 64, 1)
+    w += 0.05 * normal(2, 64, 64)
     policy = jc.Policy({"*.choice": action}, default=jc.policies.int4())
     small = jc.checkpoint(fun, policy=policy, params=0)
     found, exact = jax.grad(small)(w, x), jax.grad(fun)(w, x)

@@ -18,7 +18,8 @@ from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import problem_of
 from tests.candidates import candidates
 from tests.cases import slow
-from tests.difference_cases import LOSSES, PARAMS, X, Y, error, normal, predicted
+from tests.difference_cases import LOSSES, PARAMS, X, Y, error, predicted
+from tests.draws import normal
 
 CODECS = [jc.Quantized(8, 32)]
 

@@ -6,11 +6,12 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
+from tests.draws import normal
 
-X = jax.random.normal(jax.random.key(0), (16, 64))
+X = normal(0, 16, 64)
 PARAMS = {
-    "up": jax.random.normal(jax.random.key(1), (64, 128)) / 8,
-    "down": jax.random.normal(jax.random.key(2), (128, 64)) / 11,
+    "up": normal(1, 64, 128) / 8,
+    "down": normal(2, 128, 64) / 11,
 }
 
 

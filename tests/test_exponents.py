@@ -10,12 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from tests.cases import slow
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("any_rank")
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 X = normal(3, 64, 32)

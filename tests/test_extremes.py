@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
-from tests.decision_cases import NODES, ULPS, W, X, errors, normal, weighted
+from tests.decision_cases import NODES, ULPS, W, X, errors
+from tests.draws import normal
+from tests.residuals import weighted
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,7 @@ def test_what_layers_share(any_rank):
     assert "select_n" in str(forward.params["jaxpr"])
 
 
+@pytest.mark.slow
 def test_examples_of_a_vmap(any_rank):
     """Of the mask or of x: what is broadcast is one's, or all's."""
     params, bias, x, mask, keys = arguments(batch=4)
@@ -261,6 +262,7 @@ def test_inputs_of_all_kinds(any_rank):
     jax.tree.map(np.testing.assert_allclose, found, exact)
 
 
+@pytest.mark.slow
 def test_a_card_has_less_in_memory(any_rank):
     """XLA moves nothing ahead either."""
 

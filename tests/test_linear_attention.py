@@ -15,14 +15,11 @@ import pytest
 
 import jaxcompact as jc
 from tests.cases import slow
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
 WIDTH, INNER, TOKENS = 64, 32, 64
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def rms(y):

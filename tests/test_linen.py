@@ -10,8 +10,9 @@ from flax import linen as nn
 
 import jaxcompact as jc
 from jaxcompact import linen as clinen
+from tests.draws import normal
 
-X = jax.random.normal(jax.random.key(0), (5, 16))
+X = normal(0, 5, 16)
 SUBSPACE = jc.Subspace({"params/kernel": jc.Projection(4)}, jax.random.key(1))
 
 
@@ -152,6 +153,7 @@ def test_parameters_are_named_as_under_remat():
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
+@pytest.mark.slow
 def test_checkpoint_leaves_state_as_the_module_does():
     """Batch statistics move once, dropout has one mask, gradients are near."""
 
@@ -170,7 +172,7 @@ def test_checkpoint_leaves_state_as_the_module_does():
                 x = self.block(name=f"block_{i}")(x, True)
             return x
 
-    x = jax.random.normal(jax.random.key(0), (64, 16))
+    x = normal(0, 64, 16)
     small = clinen.checkpoint(Block, policy=jc.policies.int8(), static_argnums=2)
     rngs = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
     variables = Model(Block).init(rngs, x)
@@ -203,7 +205,7 @@ def test_static_arguments_by_name():
         def __call__(self, x, train=False):
             return nn.Dense(4)(x) * (2.0 if train else 1.0)
 
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(0, 8, 16)
     small = clinen.checkpoint(Block, static_argnames="train")()
     variables = small.init(jax.random.key(1), x)
     for kwargs in {}, {"train": True}:

@@ -107,6 +107,7 @@ def online(w, x):
     return out / total[:, None]
 
 
+@pytest.mark.slow
 def test_the_small_state_of_a_loop_is_stored_as_it_is():
     """Encoded, an attention's maxima and sums would change all of its weights."""
     small = checkpointed(online, uniform(Q8))

@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -34,7 +35,7 @@ def loss(model, x):
     return jnp.mean(model(x) ** 2)
 
 
-X = jax.random.normal(jax.random.key(0), (32, 16))
+X = normal(0, 32, 16)
 
 
 def test_a_plain_checkpoint_fits():
@@ -43,6 +44,7 @@ def test_a_plain_checkpoint_fits():
     np.testing.assert_array_equal(ours(X), plain(X))
 
 
+@pytest.mark.slow
 def test_trains_with_nnx_optimizer_across_a_new_projection():
     """The same updates as on the bare parameter tree, and other state goes along."""
     space = subspace()
@@ -134,6 +136,7 @@ def test_what_the_sketch_does_not_know_is_refused(argument):
         cnnx.value_and_grad(lambda m, x: m.first(x).sum(), subspace())(model, X, step=0)
 
 
+@pytest.mark.slow
 def test_checkpoint_leaves_state_as_the_module_does():
     """Batch statistics move once, random keys are counted once, gradients are near."""
 
@@ -146,7 +149,7 @@ def test_checkpoint_leaves_state_as_the_module_does():
         def __call__(self, x, scale, *, shift):
             return self.drop(self.norm(jax.nn.gelu(self.linear(x)))) * scale + shift
 
-    x = jax.random.normal(jax.random.key(0), (64, 16))
+    x = normal(0, 64, 16)
 
     def call(m, x, scale, *, shift):
         return m(x, scale, shift=shift)
@@ -178,7 +181,7 @@ def test_checkpoint_leaves_state_as_the_module_does():
 def test_outside_of_jit_it_runs_op_by_op(compiled):
     """As Flax's do: a module may wrap its layers each time that it is called."""
     model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(0, 8, 16)
 
     def call():
         small = cnnx.checkpoint(lambda m, x: m(x), policy=jc.policies.int4())
@@ -376,7 +379,7 @@ def test_checkpoint_of_layers_in_a_scan():
         return nnx.Linear(16, 16, rngs=rngs)
 
     layers = make(nnx.Rngs(0))
-    x = jax.random.normal(jax.random.key(0), (8, 16))
+    x = normal(0, 8, 16)
 
     def model(block):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)

@@ -15,6 +15,7 @@ from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
 from jaxcompact.norms import Norm
 from tests.cases import slow
+from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in
 
 INT4 = jc.policies.int4()
@@ -97,7 +98,7 @@ def weights(wide=128):
     return w | {"flax": {"scale": 1 + w["norm"], "bias": w["norm"]}}
 
 
-X = jax.random.normal(jax.random.key(3), (2, 8, 64))
+X = normal(3, 2, 8, 64)
 
 
 def norms(fun, policy=INT4):
@@ -207,6 +208,7 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_sums_in_its_kernels():
     """Compiled for an H200: XLA adds nothing up and encodes nothing."""
     layers, tokens = 2, 32768

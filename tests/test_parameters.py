@@ -9,6 +9,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
+from tests.draws import normal
 from tests.residuals import (
     LAYERS,
     MLP,
@@ -20,7 +21,6 @@ from tests.residuals import (
     crossing,
     mlp,
     nbytes,
-    normal,
     references,
     relative,
     replay,
@@ -75,6 +75,7 @@ def test_without_params_no_input_is_encoded():
     assert references(small, MLP, X) == [X.shape, (64, 128), (128, 64)]
 
 
+@pytest.mark.slow
 def test_sketched_kernels_are_kept():
     """A compressed linear layer in a checkpointed block: two savings in one."""
     subspace = jc.Subspace({"up": jc.Projection(rank=16)}, key=jax.random.key(1))

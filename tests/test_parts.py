@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from tests.candidates import W, X, candidates
+from tests.draws import normal
 
 
 @jax.custom_vjp
@@ -88,7 +89,7 @@ def attention(w, x, parts):
 @pytest.mark.parametrize("parts", [cut, split, folded])
 def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts):
     """Each as if it had been made by itself, in as many bytes."""
-    w, x = (jax.random.normal(jax.random.key(i), (n, 16)) for i, n in ((0, 16), (1, 8)))
+    w, x = (normal(i, n, 16) for i, n in ((0, 16), (1, 8)))
 
     def together(w, x):
         return attention(w, x, parts)
@@ -129,7 +130,7 @@ def test_slices_of_no_more_than_half_are_stored_alone(fun, name):
     assert [found[f"{name}.{i}"].shape[-2:] for i in (0, 1)] == [(8, 4)] * 2
     assert name not in found
     small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
-    w, x = (jax.random.normal(jax.random.key(i), (n, 16)) for i, n in ((0, 16), (1, 8)))
+    w, x = (normal(i, n, 16) for i, n in ((0, 16), (1, 8)))
     w /= 4
     exact, grad = (
         jax.grad(lambda w, f=f: jnp.sum(jnp.abs(f(w, x)) ** 2))(w) for f in (fun, small)
@@ -170,7 +171,7 @@ def test_parts_that_are_read_as_sums_are_stored_as_these():
     names = [n for n, t in found.items() if t.kind == "op" and not t.cheap]
     assert sorted(names) == ["add.0", "add.1", "add.2", "dot_general.1.2"]
     assert [found[f"add.{i}"].bound for i in range(3)] == [6, 6, 3]
-    w, x = (jax.random.normal(jax.random.key(i), (n, 16)) for i, n in ((0, 16), (1, 8)))
+    w, x = (normal(i, n, 16) for i, n in ((0, 16), (1, 8)))
     small = jc.checkpoint(reset, policy=jc.policies.int8(), params=0)
     exact, grad = (jax.grad(lambda w, f=f: f(w, x).sum())(w) for f in (reset, small))
     assert jnp.linalg.norm(grad - exact) < 0.02 * jnp.linalg.norm(exact)

@@ -6,13 +6,10 @@ import pytest
 
 import jaxcompact as jc
 from tests.cases import slow
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 POLICIES = {8: jc.policies.int8(), 4: jc.policies.int4()}
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def uniform(seed, *shape):

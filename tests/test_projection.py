@@ -9,6 +9,7 @@ import pytest
 
 import jaxcompact as jc
 from tests.cases import slow
+from tests.draws import normal
 from tests.kernels.machine_code import compiled
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
@@ -63,7 +64,7 @@ def test_unbiased_with_the_promised_variance(kind, width, rank, blocks):
     a mean of K positive numbers, whose own spread is measured and allowed 5 times.
     """
     projection = jc.Projection(rank=rank, kind=kind, blocks=blocks)
-    g = jax.random.normal(jax.random.key(3), (width, 3))
+    g = normal(3, width, 3)
     if kind == "countsketch" and width % rank:
         g /= jnp.linalg.norm(g, axis=1, keepdims=True)
 
@@ -88,8 +89,8 @@ def test_project_and_lift_multiply_by_the_matrix(kind, width, rank, blocks):
     key = jax.random.key(5)
     p = projection.matrix(key, width)
     assert p.shape == (width, rank) and p.dtype == jnp.float32
-    x = jax.random.normal(jax.random.key(1), (2, 5, width))
-    n = jax.random.normal(jax.random.key(2), (rank, 4))
+    x = normal(1, 2, 5, width)
+    n = normal(2, rank, 4)
     close = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(projection.project(key, x), x @ p, **close)
     np.testing.assert_allclose(projection.lift(key, n, width), p @ n, **close)
@@ -107,7 +108,7 @@ def test_columns_are_orthogonal(kind):
 
 
 def test_orthonormal_at_full_rank_is_exact_and_gaussian_is_not():
-    g = jax.random.normal(jax.random.key(3), (16, 3))
+    g = normal(3, 16, 3)
     exact = jc.Projection(rank=1.0, kind="orthonormal").matrix(jax.random.key(0), 16)
     np.testing.assert_allclose(exact @ (exact.T @ g), g, atol=1e-5)
     assert jc.Projection(rank=1.0).variance(16) == pytest.approx(17 / 16)

@@ -18,6 +18,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_python_blocks_run_in_order(optax_promotion):
     assert len(blocks("python")) >= 3
     namespace = {}

@@ -9,13 +9,10 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.reals import as_reals, from_reals
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 Q4 = jc.Quantized(4)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def complex_normal(seed, *shape):
@@ -79,6 +76,7 @@ def test_bytes_and_dtypes(dtype, bits):
     assert {str(g.dtype) for g in grads} == {dtype}
 
 
+@pytest.mark.slow
 def test_parts_of_other_sizes_are_apart():
     """What is small in one of them is not lost beside the other."""
     z = jax.lax.complex(1e3 * normal(5, 16, 64), normal(6, 16, 64))
@@ -190,6 +188,7 @@ def test_what_roots_and_logarithms_read_stays_whole():
     assert row.action == "Save()" and "logarithm" in row.reason
 
 
+@pytest.mark.slow
 def test_measured_effects_are_those_of_rounding():
     """Predicted of the gradient's variance, and taken."""
     codecs = [jc.Quantized(bits, stochastic=True) for bits in (2, 4)]

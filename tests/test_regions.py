@@ -14,6 +14,7 @@ from jaxcompact import forward, stores
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
 from tests.cases import slow
+from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in
 
 Q4 = jc.Quantized(4)
@@ -88,7 +89,7 @@ def weights(wide=128):
     return w | {"scale": along, "rows": jnp.ones((8, 1))}
 
 
-X = jax.random.normal(jax.random.key(3), (2, 8, 64))
+X = normal(3, 2, 8, 64)
 
 
 def regions(fun, policy=INT4):
@@ -200,6 +201,7 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_reads_gate_and_up_once():
     """Compiled for an H200: besides the products nothing else works on their shape.
 

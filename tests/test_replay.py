@@ -11,6 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
+from tests.draws import normal
 from tests.residuals import (
     LAYERS,
     MLP,
@@ -23,7 +24,6 @@ from tests.residuals import (
     layers,
     mlp,
     nbytes,
-    normal,
     references,
     slots,
     uniform,

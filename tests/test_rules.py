@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 from tests.rule_cases import MANY, PARAMS, ROWS, WIDTH, X, keeping, layer_of, tangents
 
 pytestmark = pytest.mark.usefixtures("any_rank")
@@ -214,7 +215,7 @@ KEPT = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_kept_of_the_forward_pass_decides(name):
     """The function is linear but for that, and x is exact: so is the gradient."""
-    fun, w = KEPT[name], jax.random.normal(jax.random.key(1), (WIDTH, 32)) / WIDTH**0.5
+    fun, w = KEPT[name], normal(1, WIDTH, 32) / WIDTH**0.5
     weights = jax.random.normal(jax.random.key(2), jax.eval_shape(fun, X @ w).shape)
 
     def gradient(wrap):
@@ -284,7 +285,7 @@ def test_a_rule_that_decides_by_what_relu_leaves():
             (kept[0] > 0.5).astype(g.dtype).T @ g,
         ),
     )
-    w, x = (jax.random.normal(jax.random.key(i), (32, 32)) for i in (0, 1))
+    w, x = (normal(i, 32, 32) for i in (0, 1))
 
     def fun(w, x):
         return (decide(jax.nn.relu(x @ w), w) * jnp.cos(jnp.arange(32.0))).sum()

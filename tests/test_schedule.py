@@ -1,5 +1,7 @@
 """The order of a backward pass, as its jaxpr has it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,16 +13,12 @@ from jaxcompact.kernels import choice
 from jaxcompact.memory import compiler
 from jaxcompact.memory.collectives import collectives
 from jaxcompact.schedule import Later, Schedule
+from tests.draws import normal
 
 N = 64
 INT4 = jc.Quantized(4)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape) / 8
-
-
-W, X = (normal(0, N, N), normal(1, N, N)), normal(2, 4, N)
+small = partial(normal, scale=1 / 8)
+W, X = (small(0, N, N), small(1, N, N)), small(2, 4, N)
 
 
 def gated(w, x):
@@ -97,7 +95,7 @@ def test_what_takes_more_than_arithmetic_is_done_once(codec):
 
 def test_what_a_product_reads_is_decoded_once():
     """It is in memory then; here for the gradients of three matrices."""
-    w = normal(3, 3, N, N)
+    w = small(3, 3, N, N)
 
     def fun(w, x):
         x = jnp.sin(x @ w[0])
@@ -128,7 +126,7 @@ def test_what_two_products_read_is_decoded_once():
 
 
 def test_a_layer_is_decoded_after_the_layers_behind_it():
-    w = normal(4, 6, N, N)
+    w = small(4, 6, N, N)
 
     def layers(w, x):
         for w_nn in w:
@@ -185,7 +183,7 @@ def attention_over_edges(w, x):
 
 def test_what_is_gathered_again_waits_for_the_layers_behind_it():
     """Though all that it is made of is there from the beginning."""
-    w, x = normal(5, 3, N, N), normal(6, N, N)
+    w, x = small(5, 3, N, N), small(6, N, N)
     policy = jc.Policy({}, default=jc.Save())
     eqns = backward(attention_over_edges, policy, w, x)
     ends = [i for i in places(eqns, "concatenate") if eqns[i].outvars[0].aval.ndim == 2]
@@ -203,7 +201,7 @@ def test_probabilities_are_read_before_their_gradient():
         probabilities = jax.nn.softmax(q @ k.T / 8)
         return jnp.tanh(probabilities @ v)
 
-    w, x = normal(7, 3, N, N), normal(8, 4 * N, N)
+    w, x = small(7, 3, N, N), small(8, 4 * N, N)
     eqns = backward(attention, jc.policies.int8(), w, x, params=0)
     shapes = {i: eqns[i].outvars[0].aval.shape for i in places(eqns, "dot_general")}
     (exp,) = places(eqns, "exp")
@@ -222,6 +220,7 @@ def test_what_is_an_output_itself_is_made():
     assert [float(x) for x in outs] == [6, 8, 3]
 
 
+@pytest.mark.slow
 def test_a_sum_over_cards_is_sent_once():
     """As without a checkpoint: gate's and up's gradients of x are added first."""
     auto = jax.sharding.AxisType.Auto

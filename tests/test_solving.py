@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 from tests.residuals import crossing, nbytes
 
 pytestmark = pytest.mark.usefixtures("any_rank")
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("any_rank")
 POINTS, WIDTH, STEPS = 64, 16, 20
 EPSILON = 1.0  # of potentials; scalings would underflow
 W, X, Y = (
-    jax.random.normal(jax.random.key(i), shape) / scale
+    normal(i, *shape) / scale
     for i, (shape, scale) in enumerate(
         [((WIDTH, WIDTH), 4), ((POINTS, WIDTH), 1), ((POINTS, WIDTH), 1)]
     )

@@ -63,6 +63,7 @@ def test_a_factor_that_is_made_again_is_a_triangle(policy):
     assert error < (0.02 if policy == "int8" else 0.2)
 
 
+@pytest.mark.slow
 def test_long_chains_are_traced():
     """Sums of sums of quotients, followed once each; chains beyond Python's depth."""
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 
 PARAMS = {
     "layers": {
@@ -146,7 +147,7 @@ def linear_loss(params, x):
 def test_microbatches_of_one_update_add_up():
     """P is constant within a step, so sketches sum like gradients."""
     space = subspace({r"head/kernel": jc.Projection(rank=4)})
-    x = jax.random.normal(jax.random.key(1), (8, 16))
+    x = normal(1, 8, 16)
     grad = jc.value_and_grad(linear_loss, space)
     for step in (0, 4):
         whole = grad(PARAMS, x, step=step)[1]["head"]["kernel"]
@@ -165,7 +166,7 @@ def test_sketches_have_the_dtype_of_their_kernels(dtype, x_dtype):
     """As gradients have; what they are summed in is not coarser."""
     params = jax.tree.map(lambda a: a.astype(dtype), PARAMS)
     space = subspace({r"head/kernel": jc.Projection(rank=4)})
-    x = jax.random.normal(jax.random.key(1), (4096, 16)).astype(x_dtype)
+    x = normal(1, 4096, 16).astype(x_dtype)
 
     def loss(params, x):
         y = jc.linear(x, params["head"]["kernel"], dtype=x.dtype)

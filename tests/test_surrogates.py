@@ -6,6 +6,7 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.planner.problem import problem_of
+from tests.draws import normal
 from tests.rule_cases import MANY, PARAMS, ROWS, X, keeping, layer_of, tangents
 
 pytestmark = pytest.mark.usefixtures("any_rank")
@@ -108,7 +109,7 @@ def test_slopes_of_steps_are_near(name):
     def gradient(fun):
         return jax.jit(jax.grad(lambda p: jnp.sum(weights * fun(p, X))))(PARAMS)
 
-    fun, weights = STEPS[name], jax.random.normal(jax.random.key(3), X.shape)
+    fun, weights = STEPS[name], normal(3, *X.shape)
     found = gradient(jc.checkpoint(fun, policy=jc.policies.int4(), params=0))
     for name, exact in gradient(fun).items():
         off = jnp.linalg.norm(found[name] - exact)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 SAVE, AGAIN = jc.Policy(default=jc.Save()), jc.Policy()
@@ -15,10 +16,6 @@ LOSSY = jc.policies.uniform(Q8)
 SLOW = pytest.mark.slow
 # float32 products and sums in another order, relative to the gradient's norm.
 ULPS = 3e-6
-
-
-def normal(seed, *shape, scale=1.0):
-    return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
 W, X = normal(0, 3, 32, 32, scale=0.2), normal(1, 8, 32)

@@ -20,10 +20,10 @@ from tests.checkpoint.functions import (
     X,
     gradients,
     mlp,
-    normal,
     relative,
     weighted,
 )
+from tests.draws import normal
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -46,6 +46,7 @@ def program(code):
     return fun
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.lists(INSTRUCTIONS, min_size=2, max_size=8), st.data())

@@ -15,9 +15,9 @@ from tests.checkpoint.functions import (
     X,
     attention,
     mlp,
-    normal,
     weighted,
 )
+from tests.draws import normal
 
 
 def test_steps_are_traced_and_compiled_once():

@@ -17,13 +17,14 @@ from jax.custom_derivatives import SymbolicZero
 import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
+from tests.draws import normal
 
 POLICIES = [jc.Policy(), jc.policies.int8()]
 policies = pytest.mark.parametrize("policy", POLICIES, ids=["recompute", "int8"])
 # 8 bits: what is rounded is off by 0.4 % of its group's largest entry at most.
 BOUND = dict(zip(POLICIES, (1e-5, 0.02), strict=True))
-W = jax.random.normal(jax.random.key(0), (64, 64)) / 8
-X = jax.random.normal(jax.random.key(1), (4, 16, 64))
+W = normal(0, 64, 64) / 8
+X = normal(1, 4, 16, 64)
 
 
 def block(w, x):

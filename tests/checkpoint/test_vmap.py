@@ -14,10 +14,11 @@ import jaxcompact as jc
 from jaxcompact import nnx as cnnx
 from tests.cases import slow
 from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS, relative
+from tests.draws import normal
 from tests.residuals import crossing
 
 W, X, Y = (
-    jax.random.normal(jax.random.key(i), shape) / scale
+    normal(i, *shape) / scale
     for i, (shape, scale) in enumerate([((64, 64), 8), ((8, 16, 64), 1), ((16, 64), 1)])
 )
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxcompact.codecs import BitMask, Chain, Hadamard, Narrow, Offload, Quantized
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -179,7 +180,7 @@ def test_offloading_changes_no_gradient():
         layer.defvjp(forward, backward)
         return jax.lax.scan(lambda x, w: (layer(x, w), None), jnp.ones(5), w)[0].sum()
 
-    w = jax.random.normal(jax.random.key(0), (4, 5))
+    w = normal(0, 4, 5)
     grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     jax.tree.map(np.testing.assert_array_equal, grad(w, None), grad(w, Offload()))
 
@@ -197,7 +198,7 @@ def test_chains_say_what_is_wrong():
 
 def test_a_chain_leaves_what_a_codec_does_not_support():
     chain = Chain(Quantized(4), Hadamard(4))
-    x = jax.random.normal(jax.random.key(0), (8, 64))
+    x = normal(0, 8, 64)
     encoded = chain.encode(x)
     assert [leaf.dtype for leaf in encoded.leaves] == [jnp.uint8, jnp.bfloat16]
     assert chain.nbytes(x.shape) == 8 * (32 + 2)
@@ -210,7 +211,7 @@ def test_what_a_chain_leaves_is_not_moved():
 
 
 def test_chains_decode_in_reverse():
-    x = jax.random.normal(jax.random.key(0), (8, 64))
+    x = normal(0, 8, 64)
     chain = Chain(Hadamard(64), Quantized(8))
     rotated = Hadamard(64).encode(x)
     by_hand = Hadamard(64).decode(Quantized(8).decode(Quantized(8).encode(rotated)))

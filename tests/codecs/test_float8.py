@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxcompact.codecs import Chain, Float8, Hadamard, Quantized
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -77,7 +78,7 @@ def test_sylvesters_matrix():
 def test_an_outlier_costs_the_quantizer_less_when_rotated():
     """One of 64 entries is 30 times the others: its step swallows them. Rotated, the
     step is 1/8 of it, and so is the error, spread over all."""
-    x = jax.random.normal(jax.random.key(0), (64, 64)).at[:, 5].mul(30)
+    x = normal(0, 64, 64).at[:, 5].mul(30)
     rest = np.arange(64) != 5
 
     def error(codec):

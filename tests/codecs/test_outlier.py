@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from jaxcompact.codecs import OutlierQuantized, Quantized
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def tokens(shape=(4, 16, 256), outliers=(), size=100.0):
-    x = jax.random.normal(jax.random.key(0), shape)
+    x = normal(0, *shape)
     return x.at[..., list(outliers)].mul(size) if outliers else x
 
 
@@ -21,6 +22,7 @@ def kept_channels(codec, x) -> set[int]:
     return {int(i) for i in encoded.index if i != unused}
 
 
+@pytest.mark.slow
 def test_outlier_channels_are_kept_in_sixteen_bits():
     x = tokens(outliers=(3, 77, 200))
     codec = OutlierQuantized(4, slots=5)
@@ -139,7 +141,7 @@ def test_bad_arguments(arguments, message):
 
 
 def test_an_array_of_numpy():
-    x = np.asarray(jax.random.normal(jax.random.key(0), (4, 64)))
+    x = np.asarray(normal(0, 4, 64))
     codec = OutlierQuantized()
     same = jax.tree.map(jnp.array_equal, codec.encode(x), codec.encode(jnp.asarray(x)))
     assert jax.tree.all(same)

@@ -16,6 +16,7 @@ from jaxcompact.codecs import Float8, OutlierQuantized, Quantized, fitted
 from jaxcompact.kernels import choice
 from tests.cases import slow
 from tests.codecs.emulation import F32, QUARTERS, bits_of, emulated_group
+from tests.draws import normal
 from tests.kernels.machine_code import compiled
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -118,7 +119,7 @@ def test_error_of_stochastic_rounding_of_uniform_values(bits):
 
 @pytest.mark.parametrize(("bits", "expected"), [(2, 0.597), (4, 0.0239), (8, 8.3e-5)])
 def test_error_of_stochastic_rounding_of_normal_values(bits, expected):
-    x = jax.random.normal(jax.random.key(0), ENTRIES)
+    x = normal(0, *ENTRIES)
     codec = Quantized(bits, 256, symmetric=False, stochastic=True)
     assert squared_error(codec, x) == pytest.approx(expected, rel=0.03)
 
@@ -128,13 +129,13 @@ def test_error_of_stochastic_rounding_of_normal_values(bits, expected):
 )
 def test_error_of_nearest_rounding_of_normal_values(bits, expected):
     """By the numpy prototype that chose between the grids, without rounded scales."""
-    x = jax.random.normal(jax.random.key(0), ENTRIES)
+    x = normal(0, *ENTRIES)
     assert squared_error(Quantized(bits), x) == pytest.approx(expected, rel=0.03)
 
 
 def test_sign_and_mean_is_the_least_squares_bit():
     """E(|x| - E|x|)^2 = 1 - 2/pi for N(0, 1), less 1/64 of it from fitting the mean."""
-    x = jax.random.normal(jax.random.key(0), ENTRIES)
+    x = normal(0, *ENTRIES)
     expected = (1 - 2 / np.pi) * (1 - 1 / 64)
     assert squared_error(Quantized(1), x) == pytest.approx(expected, rel=0.02)
 
@@ -142,7 +143,7 @@ def test_sign_and_mean_is_the_least_squares_bit():
 def test_channel_wise_groups_see_one_channel():
     """Channels of sizes from 2^-8 to 2^8: each as precise as the others."""
     scale = 2.0 ** jnp.arange(-8, 9, dtype=jnp.float32)
-    x = jax.random.normal(jax.random.key(0), (256, 17)) * scale[None]
+    x = normal(0, 256, 17) * scale[None]
     _, decoded = round_trip(Quantized(8, axis=-2), x)
     error = np.linalg.norm(decoded - x, axis=0) / np.linalg.norm(x, axis=0)
     # 8 bits of N(0, 1) err by 0.0059; four groups a channel scatter about it.
@@ -150,7 +151,7 @@ def test_channel_wise_groups_see_one_channel():
 
 
 def test_a_head_axis_between_tokens_and_channels():
-    x = jax.random.normal(jax.random.key(0), (2, 40, 3, 8))
+    x = normal(0, 2, 40, 3, 8)
     encoded, decoded = round_trip(Quantized(4, 16, axis=-3), x)
     assert encoded.codes.shape == (2, 24, 3, 8) and encoded.scales.shape == (2, 3, 3, 8)
     _, turned = round_trip(Quantized(4, 16), jnp.moveaxis(x, 1, -1))
@@ -174,7 +175,7 @@ def test_a_head_axis_between_tokens_and_channels():
 def test_tokens_are_in_groups_that_are_alike(tokens, size, group, symmetric):
     """Group by group, each by itself; so is what is stored."""
     codec = Quantized(4, size, symmetric, axis=-2)
-    x = jax.random.normal(jax.random.key(0), (3, tokens, 5))
+    x = normal(0, 3, tokens, 5)
     encoded, decoded = round_trip(codec, x)
     parts = [x[:, at : at + group] for at in range(0, tokens, group)]
     alone = [
@@ -201,7 +202,7 @@ def test_tokens_are_in_groups_that_are_alike(tokens, size, group, symmetric):
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_rows_are_in_groups_that_take_the_least(width, size, group, symmetric):
     codec = Quantized(8 if width == 480 else 4, size, symmetric)
-    x = jax.random.normal(jax.random.key(0), (3, width))
+    x = normal(0, 3, width)
     whole = jnp.pad(
         x, ((0, 0), (0, -width % group)), mode="edge" if not symmetric else "constant"
     )
@@ -328,6 +329,7 @@ def test_an_axis_that_is_not_there():
         Quantized(axis=-2).encode(jnp.ones(3))
 
 
+@pytest.mark.slow
 def test_within_a_bound_products_are_of_what_is_decoded():
     """Kernels decode for them, or encode what they make, without one."""
     codec, key = Quantized(4, bound=1.0), jax.random.key(0)

@@ -19,6 +19,7 @@ from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.quantize import reference
 from tests.cases import slow
 from tests.contract.codec_cases import quantized_groups
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -72,7 +73,7 @@ def test_nothing_is_moved(codec, axis):
     """Axis 0 is the batch of data parallelism, axis 2 the width of a tensor parallel
     layer, in whole groups of 64."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
-    x = jax.random.normal(jax.random.key(0), (4, 16, 256))
+    x = normal(0, 4, 16, 256)
     if not codec.supports(x.dtype):
         x = (x > 0).astype(jnp.int32)
     (_, expected), _ = compiled(codec, x)
@@ -94,7 +95,7 @@ def test_nothing_is_moved(codec, axis):
 @pytest.mark.parametrize("codec", [Quantized(4), Quantized(3), Float8()], ids=repr)
 def test_nothing_is_moved_for_groups_that_do_not_come_out_even(codec):
     """A device's 684 of 2736 columns, LLaMA-350M's, are 10.7 groups."""
-    x = jax.random.normal(jax.random.key(0), (8, 2736))
+    x = normal(0, 8, 2736)
     with jax.set_mesh(jax.make_mesh((4,), ("d",))):
         sharded = jax.device_put(x, jax.P(None, "d"))
         (encoded, decoded), text = compiled(codec, sharded)
@@ -123,7 +124,7 @@ def test_any_layout_is_taken(codec, shape, spec):
 
     Also of arrays that lie on a mesh which is not set: they alone know it.
     """
-    x = jax.random.normal(jax.random.key(0), shape)
+    x = normal(0, *shape)
     if not codec.supports(x.dtype):
         x = (x > 0).astype(jnp.int32)
     if isinstance(codec, Quantized) and len(shape) < -codec.axis:

@@ -160,6 +160,7 @@ TREES = st.builds(
 )
 
 
+@pytest.mark.slow
 @few(6)
 @given(st.data(), TREES, st.integers(0, 10**6), st.integers(1, 500))
 def test_value_and_grad(data, tree, step, period):
@@ -202,6 +203,7 @@ def gradients(space: jc.Subspace, tree: dict) -> dict:
 INNERS = [optax.identity(), optax.scale_by_adam(), optax.trace(0.9)]
 
 
+@pytest.mark.slow
 @few(5)
 @given(
     st.data(),

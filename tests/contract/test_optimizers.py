@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcompact as jc
 from tests.cases import slow
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -123,8 +124,8 @@ def test_sharded_state_stays_sharded():
 @pytest.mark.parametrize("kind", ["gaussian", "countsketch", "orthonormal"])
 def test_converges_on_a_linear_regression(kind):
     """Least squares through value_and_grad: P changes, and the loss goes to zero."""
-    x = jax.random.normal(jax.random.key(0), (64, N))
-    target = x @ jax.random.normal(jax.random.key(1), (N, M))
+    x = normal(0, 64, N)
+    target = x @ normal(1, N, M)
     space = jc.Subspace({"kernel": jc.Projection(R, kind)}, jax.random.key(2), period=5)
     tx = jc.in_subspace(space, optax.sgd(0.05))
 

@@ -25,6 +25,7 @@ from tests.contract.codec_cases import (
     quantized_bound,
 )
 from tests.contract.round_trips import check, round_trip
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -145,8 +146,8 @@ def test_gradients_of_linear_ops_are_unbiased_and_their_variance_falls(symmetric
     none; over 64 x 8 entries that ratio scatters by 6 %, and 1.3 is five times as much.
     The variance goes by the squared step, up to 30 % at few bits, where p (1 - p) is
     not yet its mean of 1/6."""
-    x = jax.random.normal(jax.random.key(0), (64, 64))
-    dy = jax.random.normal(jax.random.key(1), (64, 8))
+    x = normal(0, 64, 64)
+    dy = normal(1, 64, 8)
     exact_gradient = np.asarray(x.T @ dy, np.float64)
     scaled = []
     for bits in (2, 3, 4, 8):

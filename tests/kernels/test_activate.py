@@ -13,6 +13,7 @@ from jaxcompact.kernels.activate.api import activate, in_one_pass
 from jaxcompact.kernels.functions import error_function
 from jaxcompact.kernels.functions.operations import TAKEN
 from tests.cases import slow
+from tests.draws import normal
 from tests.kernels.machine_code import resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -173,7 +174,7 @@ def test_swiglu_is_within_its_five_roundings(dtype, unit):
 @pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", 2**-8), ("float16", 2**-11)])
 def test_exact_gelu_is_within_its_four_roundings(dtype, unit):
     """Of erfc, of the product, and of two before erfc, by which it changes more."""
-    x = (3 * jax.random.normal(jax.random.key(0), (72, 312))).astype(dtype)
+    x = (3 * normal(0, 72, 312)).astype(dtype)
     fields = {"bits": 4, "group": 64}
     with plgpu.force_gpu_interpret_mode(INTERPRETED):
         y, codes = activate(exact_gelu, [x], **fields, **KERNEL)

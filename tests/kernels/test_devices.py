@@ -15,6 +15,7 @@ import jaxcompact as jc
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.activate.api import in_one_pass
 from jaxcompact.kernels.quantize import api, mosaic_gpu, reference
+from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in
 from tests.kernels.test_quantize import data, decoding, same
 
@@ -161,8 +162,8 @@ def test_gradients_of_a_checkpointed_scan(parts):
         with choice.using(way):
             return jax.jit(jax.grad(loss))(weights, x)
 
-    weights = jax.random.normal(jax.random.key(0), (2, 2, 104, 104)) / 10
-    x = jax.random.normal(jax.random.key(1), (8, 104))
+    weights = normal(0, 2, 2, 104, 104) / 10
+    x = normal(1, 8, 104)
     expected = gradients("xla", weights, x)
     found = gradients("mosaic_gpu", on_mesh(weights, P()), on_mesh(x, P("a")))
     assert parts == {"quantize": (4, 104)}

@@ -11,6 +11,7 @@ import pytest
 
 from jaxcompact.kernels.quantize.noise import mix, uniform
 from jaxcompact.kernels.quantize.reference import quantize
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -23,7 +24,7 @@ def noise(x, seed):
 
 
 def data(key: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(key), (GROUPS, GROUP))
+    return normal(key, GROUPS, GROUP)
 
 
 def correlation(a, b) -> float:
@@ -94,7 +95,7 @@ def test_same_data_and_seed_give_the_same_noise_along_any_axis():
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_compiled_rounding_is_the_eager_one(bits):
     """XLA must not take the rounding apart: some releases fold constants of floats."""
-    x = jax.random.normal(jax.random.key(6), (16, 128))
+    x = normal(6, 16, 128)
     for seed in (None, 3):
 
         def codes(x, seed=seed):

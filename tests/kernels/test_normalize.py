@@ -225,6 +225,7 @@ def test_infinities_stay_in_their_row_and_group():
     same(y, rms_norm(x, w)[0])
 
 
+@pytest.mark.slow
 def test_vmap():
     """Of x, whose examples are rows; of parameters, where each has its own."""
     f, fields, x, [w, b] = case("LayerNorm, there and back")

@@ -90,6 +90,7 @@ def test_what_is_decoded_is_the_product_to_half_a_step():
     assert np.all(np.abs(found - z) <= bound)
 
 
+@pytest.mark.slow
 def test_vmap():
     """Of x, whose examples are rows; of P, where each has one of its own."""
     fields, dtype, shape, rank = case("8 bits, asymmetric, tails")

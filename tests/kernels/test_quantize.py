@@ -13,6 +13,7 @@ import jaxcompact as jc
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import api, mosaic_gpu, reference
 from tests.cases import slow
+from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in, resources
 
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -128,8 +129,8 @@ def data(shape, dtype, axis=-1) -> jax.Array:
     if axis != -1:
         shape = *shape[:axis], *shape[axis:][1:], shape[axis]
         return jnp.moveaxis(data(shape, dtype), -1, axis)
-    x = jax.random.normal(jax.random.key(0), shape)
-    x *= jnp.exp(4 * jax.random.normal(jax.random.key(1), (*shape[:-1], 1)))
+    x = normal(0, *shape)
+    x *= jnp.exp(4 * normal(1, *shape[:-1], 1))
     if shape[-2] > 3:
         x = x.at[..., 1, :64].set(0.0).at[..., 2, :64].set(-3.0)
         x = x if dtype == jnp.float16 else x.at[..., 3, 5].set(3e38)
@@ -247,8 +248,8 @@ def test_gradients_through_a_checkpointed_scan(monkeypatch):
         with choice.using(way), plgpu.force_gpu_interpret_mode(params):
             return jax.jit(jax.grad(loss))(weights, x)
 
-    weights = jax.random.normal(jax.random.key(0), (2, 2, 104, 104)) / 10
-    x = jax.random.normal(jax.random.key(1), (3, 104))
+    weights = normal(0, 2, 2, 104, 104) / 10
+    x = normal(1, 3, 104)
     expected, calls = gradients("xla"), []
     for op in ("quantize", "dequantize"):
         kernel = getattr(mosaic_gpu, op)

@@ -72,6 +72,7 @@ def test_each_example_of_a_vmap_has_a_gradient():
     np.testing.assert_allclose(found, expected, rtol=0, atol=64 * 2.0**-24 * 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [slow(2), 4, slow(8)])
 def test_compiled_for_hopper(bits):
     """Three warpgroups have 168 registers a thread; x in 16 bits is nowhere."""

@@ -16,6 +16,7 @@ import jaxcompact as jc
 from jaxcompact import nnx as cnnx
 from jaxcompact.memory.collectives import collectives
 from tests.cases import slow
+from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -47,8 +48,8 @@ PROJECTIONS = {
 SHAPES = {"up": (3, 64, 96), "down": (3, 96, 64)}
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) / shape[-1] ** 0.5
+def scaled(seed: int, *shape: int) -> jax.Array:
+    return normal(seed, *shape, scale=shape[-1] ** -0.5)
 
 
 def loss(params, x):
@@ -75,8 +76,8 @@ def training(projection):
 
 
 def params_and_x():
-    params = {k: normal(i, *shape) for i, (k, shape) in enumerate(SHAPES.items())}
-    return params, normal(9, 8, 5, 64)
+    params = {k: scaled(i, *shape) for i, (k, shape) in enumerate(SHAPES.items())}
+    return params, scaled(9, 8, 5, 64)
 
 
 def two_steps(projection, params, x):
@@ -156,6 +157,7 @@ def compiled_step(layout):
         return jax.jit(step).lower(params, state, x).compile().as_text()
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_as_sketches():
     """Of copies of the weights nothing else is sent but the loss."""
     text = compiled_step("copies")
@@ -164,6 +166,7 @@ def test_gradients_are_summed_as_sketches():
     assert collectives(text) == {"all-reduce": sketches + 4}
 
 
+@pytest.mark.slow
 def test_updates_are_gathered_layer_by_layer():
     """Those of LLaMA-70B would be 38 GiB, on each of 64 cards."""
     text = compiled_step("fsdp")
@@ -176,7 +179,7 @@ def test_the_layer_of_nnx_knows_how_its_output_lies():
     model = cnnx.Linear(64, 32, rngs=nnx.Rngs(0))
     subspace = jc.Subspace({"kernel": jc.Projection(16)}, jax.random.key(0))
     graphdef, params = nnx.split(model)
-    x = normal(1, 8, 64)
+    x = scaled(1, 8, 64)
 
     def gradient(params, x, out=None):
         def loss(model):
@@ -213,7 +216,7 @@ def test_the_key_may_be_made_on_another_mesh():
 def test_in_a_shard_map_sketches_are_those_of_plain_gradients(way, codec):
     """With JAX's check of what varies over devices, and summed where its own are."""
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    params, x = {"a": normal(0, 16, 8), "b": normal(1, 8, 8)}, normal(2, 8, 16)
+    params, x = {"a": scaled(0, 16, 8), "b": scaled(1, 8, 8)}, scaled(2, 8, 16)
     projection = jc.Projection(rank=4, codec=codec)
     subspace = jc.Subspace({"a": projection}, key=jax.random.key(1))
     key = subspace.slots(params)["a"].keys(subspace.key, 0)
@@ -267,7 +270,7 @@ def test_the_state_lies_as_the_kernels_do(kernel, axes):
     axis_type = getattr(jax.sharding.AxisType, axes)
     with jax.set_mesh(jax.make_mesh((4,), ("d",), axis_types=(axis_type,))):
         spec = PartitionSpec(*[None] * (len(kernel) - 2), "d")
-        params = {"w": jax.device_put(normal(0, *kernel), spec)}
+        params = {"w": jax.device_put(scaled(0, *kernel), spec)}
         tx = jc.subspace_adamw(
             1e-3, jc.Subspace({"w": jc.Projection(16)}, jax.random.key(0))
         )
@@ -283,7 +286,7 @@ def test_what_does_not_divide_is_not_shared():
     with jax.set_mesh(
         jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     ):
-        params = {"w": jax.device_put(normal(0, 64, 96), PartitionSpec("d"))}
+        params = {"w": jax.device_put(scaled(0, 64, 96), PartitionSpec("d"))}
         space = jc.Subspace({"w": jc.Projection(18)}, jax.random.key(0))
         state = jc.subspace_adamw(1e-3, space).init(params)
         assert all(leaf.is_fully_replicated for leaf in jax.tree.leaves(state))

@@ -63,6 +63,7 @@ def test_a_tree_that_is_read_as_arrays_says_what_it_is(read):
         jc.value_and_grad(loss, subspace())(layer_params(), layer_input(), step=0)
 
 
+@pytest.mark.slow
 def test_a_loop_that_reads_a_sketched_kernel_leaks_nothing():
     """What is shared between kernels is a tracer of the loop's body."""
     params, x = layer_params(), layer_input(n=M)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 from tests.linear.layers import M, N, layer_input, layer_params, loss, subspace
 
 
@@ -16,7 +17,7 @@ def gradients(fun, space, params, *args):
 def test_kernels_of_two_layers_on_one_input_keep_their_own_projection():
     """An ensemble taken from a stack by hand: same module, same input, another P."""
     names = ("q", "k")
-    kernels = jax.random.normal(jax.random.key(0), (2, 2, N, M))
+    kernels = normal(0, 2, 2, N, M)
     params = {"attn": {n: {"kernel": w} for n, w in zip(names, kernels, strict=True)}}
     space, x = subspace(r"attn/./kernel"), layer_input()
 
@@ -206,7 +207,7 @@ def reordered(params, x):
 @pytest.mark.parametrize("fun", [looped, scanned, routed, reordered])
 @pytest.mark.parametrize("jitted", [False, True])
 def test_layers_may_be_taken_by_a_traced_index(fun, jitted):
-    params = {"w": jax.random.normal(jax.random.key(3), (3, N, N)) / 4}
+    params = {"w": normal(3, 3, N, N) / 4}
     space, x = subspace("w"), layer_input()
     grad = jc.value_and_grad(fun, space)
     got = (jax.jit(grad) if jitted else grad)(params, x, step=0)[1]["w"]
@@ -253,7 +254,7 @@ def one_layer(params, i):
 
 
 def test_what_numpy_changes_in_place_is_read_again():
-    kernels = jax.random.normal(jax.random.key(0), (2, N, M))
+    kernels = normal(0, 2, N, M)
     params = {"attn": {n: {"kernel": w} for n, w in zip("qk", kernels, strict=True)}}
 
     def fun(params, x):

@@ -41,6 +41,7 @@ def here(jaxcompact_main):
     return partial(jaxcompact_main, MODULE, "memory")
 
 
+@pytest.mark.slow
 def test_a_table_and_json(run, here):
     done = run("my_module:make_step", "--device", "l40s")
     assert done.returncode == 0 and done.stderr == ""
@@ -51,6 +52,7 @@ def test_a_table_and_json(run, here):
     assert row["device"] == "h200"
 
 
+@pytest.mark.slow
 def test_jaxs_own_cache_is_left_alone(run, tmp_path, monkeypatch):
     """It would keep what is compiled for a card, and without the card not read it."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "jax"))

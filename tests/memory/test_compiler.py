@@ -22,6 +22,7 @@ from tests.memory.steps import (
 )
 
 
+@pytest.mark.slow
 def test_the_same_program_is_compiled_once(compiles, cache):
     first = jc.memory.peak(sgd, *(S((256, 256), F32),) * 2)
     assert jc.memory.peak(sgd, *(S((256, 256), F32),) * 2) == first

@@ -12,6 +12,7 @@ from flax import nnx
 import jaxcompact as jc
 from jaxcompact.kernels import choice
 from tests.cases import slow
+from tests.draws import normal
 from tests.memory.steps import ARGS, BF16, F32, S, double, train_step
 
 
@@ -238,7 +239,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 @pytest.mark.parametrize("size", [8, 512])
 def test_arrays_that_a_step_closes_over(size):
     """They lie on the card as they would if they were given."""
-    x, frozen = S((64, size), F32), jax.random.normal(jax.random.key(0), (size, size))
+    x, frozen = S((64, size), F32), normal(0, size, size)
     given = jc.memory.peak(lambda x, frozen: jnp.sin(x @ frozen), x, frozen)
     found = jc.memory.peak(lambda x: jnp.sin(x @ frozen), x)
     inside = 4 * size**2 if size > 8 else 0  # as numbers in the code

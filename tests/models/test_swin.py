@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import swin
+from tests.draws import normal
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def test_a_place_sees_its_window_alone(shift):
     """Attention over the whole picture, masked to what the paper's Figure 2 joins."""
     w, height, width, d, heads = 4, 8, 12, 6, 2
     module = swin.Attention(heads, w, shift, jnp.float32)
-    x = jax.random.normal(jax.random.key(0), (2, height, width, d))
+    x = normal(0, 2, height, width, d)
     params = module.init(jax.random.key(1), x)
     bias = jax.random.normal(jax.random.key(2), params["params"]["bias"].shape)
     params["params"]["bias"] = bias

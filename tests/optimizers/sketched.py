@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxcompact as jc
+from tests.draws import normal
 
 N, M, R = 12, 5, 4
 
 
 def params(layers=()):
-    kernel = jax.random.normal(jax.random.key(0), (*layers, N, M))
+    kernel = normal(0, *layers, N, M)
     return {"a": {"kernel": kernel}, "bias": jnp.ones(M)}
 
 

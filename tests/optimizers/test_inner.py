@@ -11,10 +11,11 @@ import pytest
 from flax.core import FrozenDict
 
 import jaxcompact as jc
+from tests.draws import normal
 from tests.optimizers.sketched import M, N, R, gradients, matrix, params, subspace
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
-X = jax.random.normal(jax.random.key(9), (8, N))
+X = normal(9, 8, N)
 
 
 def test_apply_if_finite_inside_skips_a_step():
@@ -32,6 +33,7 @@ def test_apply_if_finite_inside_skips_a_step():
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_multisteps_inside_keeps_p_and_the_moments_for_an_accumulation():
     """k mini-steps inside equal one step on their mean, also across a new P."""
     space, k = subspace(period=2), 3
@@ -137,7 +139,7 @@ def test_first_moments_of_any_name_are_transferred(inner):
     tx, tree = jc.in_subspace(space, inner, moment="transfer"), params()
     state, plain_state = tx.init(tree), inner.init(tree)
     for step in range(7):
-        w = jax.random.normal(jax.random.key(step), (8, M))
+        w = normal(step, 8, M)
 
         def loss(t, w=w):
             return jnp.sum(jc.linear(X, t["a"]["kernel"]) * w)
@@ -210,9 +212,9 @@ def test_a_centered_variance_outlives_a_new_projection():
 def test_what_scales_by_parameters_takes_alpha(inner):
     """Steps of the exact ones' size: P^T W is sqrt(n/r) times as large as W."""
     n, r = 256, 16
-    tree = {"kernel": jax.random.normal(jax.random.key(0), (n, 128))}
-    sketch = {"kernel": jax.random.normal(jax.random.key(1), (r, 128))}
-    whole = {"kernel": jax.random.normal(jax.random.key(2), (n, 128))}
+    tree = {"kernel": normal(0, n, 128)}
+    sketch = {"kernel": normal(1, r, 128)}
+    whole = {"kernel": normal(2, n, 128)}
 
     def step(tx, grads):
         return jnp.linalg.norm(tx.update(grads, tx.init(tree), tree)[0]["kernel"])

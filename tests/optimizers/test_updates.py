@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxcompact as jc
+from tests.draws import normal
 from tests.optimizers.sketched import (
     M,
     N,
@@ -59,7 +60,7 @@ def test_equals_optax_galore_with_the_same_projection():
     tx = jc.scale_by_subspace_adam(space)
     ours = tx.init(tree)
     for step in range(5):
-        full = {"kernel": jax.random.normal(jax.random.key(step), (N, M))}
+        full = {"kernel": normal(step, N, M)}
         sketch = {"kernel": p.T @ full["kernel"]}
         expected, theirs = galore.update(full, theirs, tree)
         got, ours = tx.update(sketch, ours, tree)
@@ -70,7 +71,7 @@ def test_equals_optax_galore_with_the_same_projection():
 
 def test_sgd_is_unbiased():
     """The mean update over 2000 keys is the gradient, within 4.5 standard errors."""
-    full = jax.random.normal(jax.random.key(1), (N, M))
+    full = normal(1, N, M)
     tree = {"kernel": jnp.zeros((N, M))}
 
     def update(key):

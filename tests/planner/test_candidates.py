@@ -62,6 +62,7 @@ def test_the_smallest_are_without_the_host_and_with_it(asked):
     assert helped.seconds > alone.seconds
 
 
+@pytest.mark.slow
 def test_blocks_of_a_network_that_is_planned_whole():
     """Keeping each one's input is found, as `jax.checkpoint` around them would, or what
     is faster in the same memory. Inputs are relus of sums, which no product makes."""

@@ -7,9 +7,11 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.planner.problem import CODECS, problem_of
 from jaxcompact.planner.scan import scan_step
+from tests.draws import normal
 from tests.planner.blocks import FF, LAYERS, PARAMS, D, X, block, of, relative
 
 
+@pytest.mark.slow
 def test_arguments_lie_on_several_devices(tmp_path, monkeypatch):
     """Of what an optimizer knows, a fourth is here, and seen to fit at once."""
     monkeypatch.setenv("JAXCOMPACT_CACHE", str(tmp_path))
@@ -37,8 +39,8 @@ def test_a_block_in_a_shard_map(kind, tmp_path, monkeypatch):
     types = (jax.sharding.AxisType[kind],)
     mesh = jax.make_mesh((2,), ("d",), axis_types=types)
     params = {
-        "up": jax.random.normal(jax.random.key(0), (64, 256)) / 8,
-        "down": jax.random.normal(jax.random.key(1), (256, 64)) / 16,
+        "up": normal(0, 64, 256) / 8,
+        "down": normal(1, 256, 64) / 16,
     }
     specs = {"up": jax.P(None, "d"), "down": jax.P("d")}
 
@@ -52,7 +54,7 @@ def test_a_block_in_a_shard_map(kind, tmp_path, monkeypatch):
 
     with jax.set_mesh(mesh):
         place = {name: jax.NamedSharding(mesh, spec) for name, spec in specs.items()}
-        x = jax.random.normal(jax.random.key(2), (128, 64))
+        x = normal(2, 128, 64)
         x = jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
         args = jax.device_put(params, place), x
         found = jc.plan_step(make_step, budget="1GiB")

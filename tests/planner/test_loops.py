@@ -10,6 +10,7 @@ from jaxcompact.planner.effects import noise
 from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of, problems_of
 from tests.cases import slow
+from tests.draws import normal
 from tests.planner.blocks import of, relative
 
 
@@ -38,6 +39,7 @@ def branched(w, x):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fun",
     [slow(recurrent), slow(chunked), branched],
@@ -122,10 +124,6 @@ def grown():
         return jax.grad(loss), (w, x)
 
     return make_gradient, jc.sensitivity(make_gradient, probes=2)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def inside(plan):

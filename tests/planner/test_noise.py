@@ -72,6 +72,7 @@ def test_what_is_made_again_of_what_is_encoded(limit, near, tmp_path, monkeypatc
     assert 0 < plan.error <= limit
 
 
+@pytest.mark.slow
 def test_what_a_card_without_a_host_is_offered():
     """No offloading, also where it was measured; every other codec that was."""
     base = jc.policies.uniform(jc.Offload())
@@ -89,6 +90,7 @@ def test_what_a_card_without_a_host_is_offered():
             }
 
 
+@pytest.mark.slow
 def test_noise_of_one_name_is_shared():
     """Each of two tensors has half of what was measured, all of what was not."""
 
@@ -177,6 +179,7 @@ def test_an_exact_plan_has_the_compilers_rounding(planned):
     assert asked == [0] and found.error == 0.01
 
 
+@pytest.mark.slow
 def test_the_error_of_what_is_stored_within_a_bound():
     """A plan says no bound, the tensor has it: what was measured is what it does."""
     keys = jax.random.split(jax.random.key(1), 3)

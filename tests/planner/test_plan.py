@@ -108,6 +108,7 @@ def test_the_peak_is_the_programs(plan):
     assert abs(peak.peak_bytes / found.peak_bytes - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_it_is_a_policy(plan):
     found = plan("250MiB")
     error = relative(gradient(found), gradient(None))
@@ -127,6 +128,7 @@ def test_without_error_it_is_exact(plan):
     assert 0 < some.error <= 0.05
 
 
+@pytest.mark.slow
 def test_other_codecs(plan):
     found = plan("250MiB", codecs=(jc.Float8(),))
     used = {type(action) for action in found.actions.values()}

@@ -76,6 +76,7 @@ def reductions(policy):
     return text.count("reduce_max[") + text.count("reduce_sum[")
 
 
+@pytest.mark.slow
 def test_sums_are_kept_where_they_are_exact():
     found = asked(normed)
     kept = solve(found, noise=0.0)

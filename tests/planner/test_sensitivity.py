@@ -16,6 +16,7 @@ from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem, without_host
 from jaxcompact.planner.sensitivity import CODECS
 from tests.cases import slow
+from tests.draws import normal
 from tests.planner.gradients import (
     PARAMS,
     TARGET,
@@ -63,6 +64,7 @@ def test_each_tensor_alone(found, exact):
         assert predicted**0.5 == pytest.approx(float(measured), rel=0.05), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [*(slow(b) for b in (2, 3, 8)), 4])
 def test_all_tensors_together(found, exact, bits):
     """The total variance within 10 %, of a bound of twice."""
@@ -126,6 +128,7 @@ def test_it_is_one_pass_for_all():
     assert len(made) <= 3 and len(traced) <= 6  # of 7 tensors, 16 codecs, 8 probes
 
 
+@pytest.mark.slow
 def test_masks_slopes_and_loops_are_left_alone():
     """A block with dropout, relu and a loop: exact codecs are not measured."""
 
@@ -142,6 +145,7 @@ def test_masks_slopes_and_loops_are_left_alone():
     assert all(e > 0 for f in found.effects.values() for e in f.errors.values())
 
 
+@pytest.mark.slow
 def test_noise_in_what_has_no_gradient(exact):
     """It moves the gradients of others."""
 
@@ -248,6 +252,7 @@ def test_a_gradient_that_is_not_finite():
         jc.sensitivity(lambda policy: make_gradient(policy, bad))
 
 
+@pytest.mark.slow
 def test_a_policy_of_rules_and_another_dtype():
     """What it finds is a policy for the same block."""
     base = jc.Policy({"*": jc.Quantized(4)}, default=jc.Save())
@@ -298,10 +303,6 @@ def test_rows_that_are_alike_err_alike():
         # What is found by a gradient is no less than that.
         measured = found.under({"x": jc.Save()} | only).error(only)
         assert real * 0.99 < measured < 1.6 * real
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.slow

@@ -105,6 +105,7 @@ def dropping():
     return job, jax.jit(job.init)().params, gradients, loss
 
 
+@pytest.mark.slow
 def test_dropout_is_a_function_of_step_and_microbatch():
     _, params, gradients, loss = dropping()
     same = jnp.stack([TOKENS[0]] * 2)

@@ -14,6 +14,7 @@ from configs import MODELS, ModelConfig
 from llama import Llama, generate, rope, rope_tables
 from loss import next_token_loss
 from tests.cases import slow
+from tests.draws import normal
 
 CONFIG = ModelConfig(
     vocab_size=96, width=32, ff=48, layers=2, heads=4, kv_heads=2, max_seq=32
@@ -166,7 +167,7 @@ def test_a_tied_head_is_the_embedding(tokens):
 
 
 def test_rope_turns_the_halves_of_a_head_as_complex_numbers():
-    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    x = normal(0, 2, 5, 3, 8)
     turned = rope(x, *rope_tables(5, 8, 100.0))
     frequencies = 100.0 ** (-np.arange(4) / 4)
     angles = np.arange(5)[:, None] * frequencies
@@ -178,7 +179,7 @@ def test_rope_turns_the_halves_of_a_head_as_complex_numbers():
 
 
 def test_rope_sees_distances_alone():
-    q, k = jax.random.normal(jax.random.key(0), (2, 16))
+    q, k = normal(0, 2, 16)
     tables = rope_tables(12, 16, 1e4)
     turn = lambda x: rope(jnp.tile(x, (1, 12, 1, 1)), *tables)[0, :, 0]  # noqa: E731
     scores = np.asarray(turn(q) @ turn(k).T)
@@ -230,6 +231,7 @@ def test_checkpoint_changes_what_is_saved_and_nothing_else(model, tokens):
     assert saved[0] > saved[1] > saved[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits, error", [slow(8, 0.02), (4, 0.3)])
 def test_encoded_layers_leave_the_loss_and_little_of_the_bytes(
     model, tokens, bits, error

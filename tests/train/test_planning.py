@@ -160,6 +160,7 @@ def test_the_first_weights_are_not_kept(optax_promotion):
     assert not any(leaf() is not None for leaf in leaves)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite(optax_promotion, measured):
     """The plan stays; that the loss is none is for the log to say."""
     made, params, _ = measured

@@ -17,6 +17,7 @@ from masking import MASKED, mask_words
 from methods import MATRICES, Method
 from roberta import Examples, Roberta
 from tests.cases import slow
+from tests.draws import normal
 from training import Training
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -91,6 +92,7 @@ def test_the_longest_sequence_and_one_more():
 # --- dropout ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropout_is_a_function_of_the_noise_and_absent_without():
     net = nnx.jit(lambda m, t, n: m(t, n))
     a, again, b = (net(model(), tokens(16), jnp.int32(n)) for n in (1, 1, 2))
@@ -172,7 +174,7 @@ def test_microbatches_count_by_their_masked_words(monkeypatch):
 def test_the_loss_is_of_the_masked_words_alone():
     """As the logits say, with the bias that the loss hides in its matrix."""
     net = model(WORDS)
-    net.words.bias[...] = jax.random.normal(jax.random.key(3), (64,))
+    net.words.bias[...] = normal(3, 64)
     text = tokens(17)
     changed, targets = mask_words(WORDS, text[:, :-1])
     logits = jax.nn.log_softmax(net(changed))

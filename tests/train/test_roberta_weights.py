@@ -100,6 +100,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
     assert ours.get("id2label", {"0": "a"})["0"] == "a"
 
 
+@pytest.mark.slow
 def test_a_new_head_is_the_seeds_and_the_body_the_folders():
     head = {}
     for seed in (0, 1):

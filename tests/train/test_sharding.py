@@ -205,6 +205,7 @@ def test_a_step_does_not_depend_on_the_mesh(cfg, mesh, keywords):
     assert all(x.sharding.is_equivalent_to(where, x.ndim) for x, where in pairs)
 
 
+@pytest.mark.slow
 def test_fused_attention_is_of_a_devices_heads_and_sequences(monkeypatch):
     """cuDNN's result has a type that says nothing, for which it would be gathered."""
     plain, shapes = jax.nn.dot_product_attention, []

@@ -61,6 +61,7 @@ def trained(name: str):
     return first, state, losses, step._cache_size()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_repeated_batch_is_learned_with_one_compilation(name):
     _, state, losses, compilations = trained(name)
@@ -91,6 +92,7 @@ def gradients_of_8_sequences(name: str):
     return job, state, gradients, gradients(state, tokens_abt(1, 8))
 
 
+@pytest.mark.slow
 @EITHER
 def test_microbatches_add_up_to_the_batch(name):
     """Means over 8 sequences, or over 4 of the means over 2: float32 sums reordered."""
@@ -120,6 +122,7 @@ def test_microbatches_are_summed_in_float32_and_in_the_sketch():
     assert weight not in jaxpr and "f32[2,12,32]" in jaxpr
 
 
+@pytest.mark.slow
 @EITHER
 def test_devices_that_share_a_batch_find_the_gradients_of_one(name):
     """Up to the order of sums. Updates may differ more: Adam magnifies it near 0."""
