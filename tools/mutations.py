@@ -537,6 +537,27 @@ MUTATIONS = [
         "test_error_of_nearest_rounding_of_normal_values",
     ),
     Mutation(
+        "two entries of a group share their noise",
+        "kernels/quantize/noise.py",
+        "return _centred(h << 7), _centred(h >> 9)",
+        "return _centred(h << 7), _centred(h << 7)",
+        "tests/codecs/test_quantized.py::test_equals_the_emulation",
+    ),
+    Mutation(
+        "a group's digest is the sum of its entries",
+        "kernels/quantize/noise.py",
+        "return turned * (spread ^ (spread >> 16) | 1)",
+        "return turned + 0 * spread",
+        "tests/kernels/test_noise.py::test_groups_of_few_values_have_keys_of_their_own",
+    ),
+    Mutation(
+        "noise has more bits than beside codes up to 255 there is room for",
+        "kernels/quantize/noise.py",
+        "bits = (h & jnp.uint32(0x7FFF00)) | jnp.uint32(0x3F800080)",
+        "bits = (h & jnp.uint32(0x7FFF80)) | jnp.uint32(0x3F800040)",
+        "tests/kernels/test_noise.py::test_what_is_a_code_already_stays_what_it_is",
+    ),
+    Mutation(
         "every block's noise is that of the first channels",
         "kernels/quantize/channels.py",
         "channel = (channel + j * columns)",

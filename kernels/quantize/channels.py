@@ -100,14 +100,16 @@ def quantize(
 
         @pl.loop(0, eighth)
         def _(i):
-            codes = []
-            for token in (i + lane * eighth for lane in _EIGHT):
-                u = None
-                if seeds:
-                    row = first + token.astype(jnp.uint32)
-                    number = row * jnp.uint32(channels % 2**32) + channel
-                    u = noise.entry_noise(number, key)
-                codes.append(levels.code(entries(token), of, u, bits=bits))
+            at, noises = [i + lane * eighth for lane in _EIGHT], [None] * 8
+            if seeds:
+                rows = (first + t.astype(jnp.uint32) for t in at[:4])
+                numbers = (r * jnp.uint32(channels % 2**32) + channel for r in rows)
+                halves = zip(*(noise.pair_noise(n, key) for n in numbers), strict=True)
+                noises = [u for half in halves for u in half]
+            codes = [
+                levels.code(entries(token), of, u, bits=bits)
+                for token, u in zip(at, noises, strict=True)
+            ]
             for lane, byte in enumerate(_packed(codes, bits)):
                 codes_smem[i + lane * eighth] = byte.astype(jnp.uint8)
 

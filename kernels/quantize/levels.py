@@ -106,21 +106,19 @@ def asymmetric_levels(
 
 
 def code(x: jax.Array, of: Levels, u: jax.Array | None, *, bits: int) -> jax.Array:
-    """int32 codes of ``x``; rounded up where ``u``, noise in ``[0, 1)``, says so."""
+    """int32 codes of ``x``, to nearest; noise, if any, moves x by ``u`` steps first."""
     symmetric = of.low is None
     if symmetric:
         position = x * of.factor * of.inverse
     else:
         position = 2 * ((x * 0.5 - of.low * 0.5) * of.factor * of.inverse)
     if bits == 1 and symmetric:  # the levels are -1 and 1
-        return ((0.5 if u is None else u) * 2 - 1 < position).astype(jnp.int32)
+        return (position > (0 if u is None else 2 * u)).astype(jnp.int32)
     zero = 2 ** (bits - 1) if symmetric else 0
+    # Before u is added: no product is then added to, which may be rounded or not.
     position = jnp.clip(position, float(-zero), float(2**bits - 1 - zero))
     if u is not None:
-        # Not by adding and subtracting: XLA may take that for nothing.
-        floor = jax.lax.round(position, jax.lax.RoundingMethod.TO_NEAREST_EVEN)
-        floor -= (floor > position).astype(jnp.float32)
-        position = floor + (floor + u < position).astype(jnp.float32)
+        position += u
     rounded = position + np.float32(_INTEGERS)
     bias = np.float32(_INTEGERS).view(np.int32) - zero
     return jax.lax.bitcast_convert_type(rounded, jnp.int32) - np.int32(bias)

@@ -50,7 +50,8 @@ def quantize(
     groups = min(count, _held(groups, group, width, x_rn.dtype))
     blocks = pl.cdiv(rows, ROWS), pl.cdiv(count, groups)
     kinds = level_dtypes(symmetric, scale_bits)
-    spread = layout(width, x_rn.dtype)
+    least = width if seed is None else min(width, noise.pairs(group))
+    spread = layout(least, x_rn.dtype)
     inputs = [x_rn]
     inputs += [] if seed is None else [seed.reshape(1)]
 
@@ -71,8 +72,7 @@ def quantize(
                 x = filled(x, entries, spread, edge=not symmetric)
             u = None
             if seeds:
-                row_of = i * ROWS + iota(x.shape, 0, spread)
-                u = _noise(x, seeds[0][0], row_of, first + g, count, spread)
+                u = _noise(x, seeds[0][0], i * ROWS, first + g, count, spread)
             codes, of = encoded(x, u, bits, symmetric, scale_bits)
             store(codes_smem, g * width, codes)
             for smem, stored in zip(levels_smem, of, strict=True):
@@ -311,14 +311,16 @@ def group_levels(
 
 
 def _noise(x: jax.Array, seed, row, g, count: int, spread) -> jax.Array:
-    """That of `noise.uniform`, of the entries' rows and this group."""
+    """That of `noise.uniform`, of 64 rows from this one on and this group."""
     group = x.shape[1]
     place = iota(x.shape, 1, spread).astype(jnp.uint32)
     digest = jnp.sum(noise.digested(x, place), 1, dtype=jnp.uint32)
-    key = noise.group_key(digest, seed)
-    row, g = row.astype(jnp.uint32), g.astype(jnp.uint32)
-    number = row * jnp.uint32(count * group % 2**32) + g * jnp.uint32(group) + place
-    return noise.entry_noise(number, _over(key, group))
+    pairs = ROWS, noise.pairs(group)
+    row = (row + iota(pairs, 0, spread)).astype(jnp.uint32)
+    place = g.astype(jnp.uint32) * group + iota(pairs, 1, spread).astype(jnp.uint32)
+    number = row * jnp.uint32(count * group % 2**32) + place
+    key = _over(noise.group_key(digest, seed), pairs[1])
+    return jnp.concatenate(noise.pair_noise(number, key), 1)
 
 
 def _packed(code: jax.Array, bits: int) -> jax.Array:

@@ -7,7 +7,6 @@ two tensors share none (other seed); the same data and seed give the same bytes.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 _GOLDEN = 0x9E3779B9  # 2^32 / golden ratio: its multiples are spread evenly
 
@@ -23,20 +22,30 @@ def mix(h: jax.Array) -> jax.Array:
 
 
 def uniform(x: jax.Array, seed: int | jax.Array, axis: int) -> jax.Array:
-    """``u`` in ``[0, 1)``, 24 bits, for each entry of ``float32 x`` in groups.
+    """Between -1/2 and 1/2, 15 bits, for each entry of ``float32 x`` in groups.
 
     ``seed`` is an int, or an integer scalar of at most 32 bits; ``axis`` is the axis of
-    a group's entries.
+    a group's entries: the first half of them and the other share their hashes.
     """
-    place = _along(x, axis, 1)
+    entries = x.shape[axis]
+    place, half = _along(x, axis, jnp.arange(entries, dtype=jnp.uint32)), pairs(entries)
     digest = jnp.sum(digested(x, place), axis, keepdims=True, dtype=jnp.uint32)
-    # The entry's number in the tensor. It starts from the data: what depends on none,
-    # jax's scan makes ahead of the loop, in full size, and keeps.
+    # The number in the tensor of a pair's first entry. It starts from the data: what
+    # depends on none, jax's scan makes ahead of the loop, in full size, and keeps.
     number, stride = digest & 0, 1
     for a in reversed(range(x.ndim)):
-        number += _along(x, a - x.ndim, stride)
+        count = jnp.arange(x.shape[a], dtype=jnp.uint32)
+        if a == x.ndim + axis:
+            count %= half
+        number += _along(x, a - x.ndim, count * jnp.uint32(stride % 2**32))
         stride *= x.shape[a]
-    return entry_noise(number, group_key(digest, mixed_seed(seed)))
+    first, second = pair_noise(number, group_key(digest, mixed_seed(seed)))
+    return jnp.where(place < half, first, second)
+
+
+def pairs(entries: int) -> int:
+    """Of a group: entry i shares its hash with entry i + pairs."""
+    return -(-entries // 2)
 
 
 def mixed_seed(seed: int | jax.Array) -> jax.Array:
@@ -47,22 +56,36 @@ def mixed_seed(seed: int | jax.Array) -> jax.Array:
 def digested(x: jax.Array, place: jax.Array) -> jax.Array:
     """What an entry at this place in its group adds to the group's digest.
 
-    The digest is a sum of integers: the same bits in any order of summation.
+    The digest is a sum of integers: the same bits in any order of summation. Each is
+    a pattern times an odd number of its place, so that any bit that changes is seen,
+    and in all of the digest if it is a low one: first come the upper 16 bits, all that
+    most data has, and the sign in the lowest as well.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return mix(bits ^ place * jnp.uint32(_GOLDEN))
+    turned = ((bits << 16) | (bits >> 16)) ^ (bits >> 31)
+    spread = place * jnp.uint32(_GOLDEN)
+    return turned * (spread ^ (spread >> 16) | 1)
 
 
 def group_key(digest: jax.Array, seed: jax.Array) -> jax.Array:
     return mix(digest ^ seed)
 
 
-def entry_noise(number: jax.Array, key: jax.Array) -> jax.Array:
-    h = mix(mix(number * jnp.uint32(_GOLDEN) + key) ^ key)
-    return (h >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+def pair_noise(number: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of a pair's entries: of halves of a hash, in the middle of steps of 2^-15.
+
+    So a code up to 255 that is exact stays what it is: their sum has 24 bits.
+    """
+    h = mix(number * (key | 1) + key)
+    return _centred(h << 7), _centred(h >> 9)
 
 
-def _along(x: jax.Array, axis: int, stride: int) -> jax.Array:
-    """0, stride, 2 stride ... along an axis of x, to be added to x."""
-    count = jnp.arange(x.shape[axis], dtype=jnp.uint32) * jnp.uint32(stride % 2**32)
+def _centred(h: jax.Array) -> jax.Array:
+    # Written as the number between 1 and 2 of these bits: GPUs convert slowly.
+    bits = (h & jnp.uint32(0x7FFF00)) | jnp.uint32(0x3F800080)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32) - 1.5
+
+
+def _along(x: jax.Array, axis: int, count: jax.Array) -> jax.Array:
+    """One number for each place along an axis of x, to be added to x."""
     return jnp.expand_dims(count, [a for a in range(x.ndim) if a != x.ndim + axis])

@@ -42,11 +42,16 @@ def mixed(h: np.ndarray) -> np.ndarray:
 
 
 def noise(values: np.ndarray, places: np.ndarray, seed: int) -> np.ndarray:
-    golden = np.uint32(0x9E3779B9)
-    order = np.arange(len(values), dtype=np.uint32) * golden
-    digest = mixed(values.view(np.uint32) ^ order).sum(dtype=np.uint32)
+    golden, half = np.uint32(0x9E3779B9), -(-len(values) // 2)
+    weights = golden * np.arange(len(values), dtype=np.uint32)
+    weights = (weights ^ (weights >> 16)) | np.uint32(1)
+    turned = values.astype(np.float32).view(np.uint16).reshape(-1, 2)[:, ::-1].copy()
+    turned[:, 0] ^= np.signbit(values)
+    digest = (turned.view(np.uint32)[:, 0] * weights).sum(dtype=np.uint32)
     key = mixed(digest[None] ^ mixed(np.uint32([seed & 0xFFFFFFFF]) + golden))
-    return (mixed(mixed(places * golden + key) ^ key) >> 8) * 2.0**-24
+    hashes = mixed(places[:half] * (key | np.uint32(1)) + key)
+    both = np.concatenate([hashes & 0xFFFF, hashes >> 16])[: len(values)]
+    return F32((both // 2 + 0.5) / 2**15 - 0.5)
 
 
 def emulated_group(codec: Quantized, values, real: int, places, seed: int):
@@ -76,12 +81,10 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
         scale = stored_scale(span * F32(1 / (2**bits - 1)), 16)
         position, offset = ratio(values - low, scale), 0
     if bits == 1 and codec.symmetric:
-        u = noise(values, places, seed) if codec.stochastic else 0.5
-        code, offset = 2 * u - 1 < position, 0
+        u = noise(values, places, seed) if codec.stochastic else F32(0)
+        code, offset = 2 * u < position, 0
     elif codec.stochastic:
-        floor = np.floor(position)
-        u = F32(noise(values, places, seed))
-        code = floor + (floor + u < position)
+        code = np.rint(position + noise(values, places, seed))
     else:
         code = np.rint(position)
     code = np.clip(code + offset, 0, 2**bits - 1)

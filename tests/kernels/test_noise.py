@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcompact.kernels.quantize.noise import mix, uniform
+from jaxcompact.kernels.quantize.noise import digested, mix, uniform
 from jaxcompact.kernels.quantize.reference import quantize
 from tests.draws import normal
 
@@ -20,7 +20,7 @@ N = GROUPS * GROUP
 
 
 def noise(x, seed):
-    return np.asarray(uniform(x, seed, -1), np.float64)
+    return np.asarray(uniform(x, seed, -1), np.float64) + 0.5
 
 
 def data(key: int) -> jax.Array:
@@ -82,11 +82,25 @@ def test_noise_of_a_group_follows_its_data(change):
     assert abs(correlation(a, b)) < 5 / np.sqrt(N)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [[-1.0, 1.0], [0.0, 1.0], [0.0, 0.0, 0.0, 0.5, 1.0, 2.0], [1.0, 1.0078125]],
+    ids=["signs", "masks", "powers of two", "a last bit of bfloat16"],
+)
+def test_groups_of_few_values_have_keys_of_their_own(values):
+    """Of 4096 numbers of 25 bits two are alike in one of four draws, four in 10^4."""
+    x = jnp.asarray(np.random.default_rng(0).choice(values, (GROUPS, GROUP)), float)
+    digests = jnp.sum(
+        digested(x, jnp.arange(GROUP, dtype=jnp.uint32)[None]), 1, jnp.uint32
+    )
+    assert len(np.unique(digests)) >= GROUPS - 3
+
+
 def test_same_data_and_seed_give_the_same_noise_along_any_axis():
     x = data(5)
     np.testing.assert_array_equal(noise(x, 3), noise(x, 3))
     x = x.reshape(8, 512, 64)
-    a = np.asarray(uniform(x, 3, -2), np.float64)
+    a = np.asarray(uniform(x, 3, -2), np.float64) + 0.5
     assert abs(a.mean() - 0.5) < 5 / np.sqrt(12 * N)
     assert abs(correlation(a[:, 1:], a[:, :-1])) < 5 / np.sqrt(N * 511 / 512)
     assert abs(correlation(a[..., 1:], a[..., :-1])) < 5 / np.sqrt(N * 63 / 64)
@@ -112,3 +126,10 @@ def test_every_bit_moves_half_of_the_others():
         rates = np.unpackbits(moved.view(np.uint8)).reshape(-1, 32).mean(axis=0)
         # 32 rates of 2^14 coins each: 5.5 standard deviations, and the bias.
         assert np.abs(rates - 0.5).max() < 5.5 * 0.5 / 2**7 + 0.01
+
+
+def test_what_is_a_code_already_stays_what_it_is():
+    """2^18 draws of codes above 128: noise of 16 bits would move four of them."""
+    x = jnp.broadcast_to(jnp.arange(256.0), (4096, 256))
+    codes = quantize(x, bits=8, group=256, symmetric=False, seed=0)[0]
+    np.testing.assert_array_equal(codes, x)
