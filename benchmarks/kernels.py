@@ -40,7 +40,7 @@ from jaxcompact.memory import devices  # noqa: E402
 
 CONFIGS = {
     "quantize": [{"groups": n} for n in (1, 2, 4)],
-    "quantize_stochastic": [{"groups": n} for n in (1, 2)],
+    "quantize_stochastic": [{"groups": n} for n in (1, 2, 4)],
     "dequantize": [{"groups": n} for n in (1, 2, 4)],
     "quantize_channels": [{"columns": n} for n in (128, 256)],
     "quantize_stochastic_channels": [{"columns": n} for n in (128, 256)],
