@@ -27,20 +27,21 @@ def uniform(x: jax.Array, seed: int | jax.Array, axis: int) -> jax.Array:
     ``seed`` is an int, or an integer scalar of at most 32 bits; ``axis`` is the axis of
     a group's entries: the first half of them and the other share their hashes.
     """
-    entries = x.shape[axis]
-    place, half = _along(x, axis, jnp.arange(entries, dtype=jnp.uint32)), pairs(entries)
-    digest = jnp.sum(digested(x, place), axis, keepdims=True, dtype=jnp.uint32)
+    place = jnp.arange(x.shape[axis], dtype=jnp.uint32)
+    second, first = jnp.divmod(place, jnp.uint32(pairs(len(place))))
+    of_entries = digested(x, _along(x, axis, place))
+    digest = jnp.sum(of_entries, axis, keepdims=True, dtype=jnp.uint32)
     # The number in the tensor of a pair's first entry. It starts from the data: what
     # depends on none, jax's scan makes ahead of the loop, in full size, and keeps.
-    number, stride = digest & 0, 1
+    nothing, stride = digest & 0, 1
+    number, half = nothing, nothing + _along(x, axis, second)
     for a in reversed(range(x.ndim)):
-        count = jnp.arange(x.shape[a], dtype=jnp.uint32)
-        if a == x.ndim + axis:
-            count %= half
-        number += _along(x, a - x.ndim, count * jnp.uint32(stride % 2**32))
+        count = first if a == x.ndim + axis else jnp.arange(x.shape[a])
+        count = count.astype(jnp.uint32) * jnp.uint32(stride % 2**32)
+        number += _along(x, a - x.ndim, count)
         stride *= x.shape[a]
-    first, second = pair_noise(number, group_key(digest, mixed_seed(seed)))
-    return jnp.where(place < half, first, second)
+    noise = pair_noise(number, group_key(digest, mixed_seed(seed)))
+    return jnp.where(half == 0, *noise)
 
 
 def pairs(entries: int) -> int:
