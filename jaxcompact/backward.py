@@ -160,7 +160,8 @@ class Backward:
         def backward(leaves, cts):
             pairs = zip(cts, op.outs, strict=True)
             moved = [_none(ct) for ct, v in pairs if recording.moves(v)]
-            if op.kind == "custom_vjp_call":  # else it may read what is not stored
+            cheap = op in recording.cheap  # kept for what its rule reads
+            if cheap or op.kind == "custom_vjp_call":  # else: of what is not stored
                 moved = list(map(ad.instantiate_zeros, moved))
             return list(jax.tree.unflatten(tree, leaves)(moved)), None, None
 
@@ -193,4 +194,7 @@ def _follow(y, slope, x):
     return y
 
 
-_follow.defjvp(lambda primals, tangents: (primals[0], primals[1] * tangents[2]))
+@_follow.defjvp
+def _(primals, tangents):
+    (y, slope, _), moved = primals, tangents[2]
+    return y, (slope.astype(moved.dtype) * moved).astype(y.dtype)

@@ -23,11 +23,15 @@ class Function:
 
 
 def find_functions(
-    graph: Graph, fixed: Collection[int], data: Collection[int]
+    graph: Graph,
+    fixed: Collection[int],
+    data: Collection[int],
+    differentiated: Collection[int],
 ) -> tuple[dict[int, Function], set[int]]:
     """Each as large as can be, and which of them are steps.
 
-    A step, a relu, is a function by itself: its derivative is 0 or 1.
+    A step, a relu, is a function by itself: its derivative is 0 or 1. What reads a
+    parameter that has a gradient, as a bias, is in front of the function, not in it.
     """
     made: dict[int, Function] = {}
     steps: set[int] = set()
@@ -37,7 +41,9 @@ def find_functions(
 
     for op in graph.ops:
         moving = [v for v in op.reads if v not in fixed]
-        if not _is_elementwise(op, moving, graph) or not all(v in data for v in moving):
+        learned = any(v in fixed and v in differentiated for v in op.reads)
+        of_data = _is_elementwise(op, moving, graph) and data >= {*moving}
+        if learned or not of_data:
             continue
         if _is_relu(op):
             steps.add(op.outs[0])

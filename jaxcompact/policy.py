@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, get_args
 
-from jaxcompact.codecs import BitMask, Codec, Narrow, Offload, Quantized
+from jaxcompact.codecs import BitMask, Chain, Codec, Narrow, Offload, Quantized
 from jaxcompact.tensor import TERMS, Tensor
 
 
@@ -76,6 +76,8 @@ def is_exact(action: Action) -> bool:
     """
     if isinstance(action, Derivative):
         return type(action.codec) is BitMask and is_exact(of_value(action))
+    if isinstance(action, Chain):
+        return all(map(is_exact, action.codecs))
     return isinstance(action, Save | Recompute | BitMask | Narrow | Offload)
 
 
@@ -90,6 +92,8 @@ def of_value(action: Action) -> Save | Recompute | Codec:
 
 def written(action: Any) -> str:
     """An action as it would be written: arguments at their defaults left out."""
+    if isinstance(action, Chain):
+        return f"Chain({', '.join(map(written, action.codecs))})"
     given = [
         f"{field.name}={getattr(action, field.name)!r}"
         for i, field in enumerate(fields(action))
@@ -121,7 +125,7 @@ class Policy:
             the names. Of what a loop carries, what can't be rounded (logarithms, what
             holds infinities) stays exact whatever the rules: `explain` says why.
         default: for all other tensors: an action, or another policy. A codec as default
-            is used as by `policies.compress`. Decisions (masks, what a max chose) are
+            is used as by `policies.uniform`. Decisions (masks, what a max chose) are
             stored as they were made, whatever the default, if a rule rounds.
 
     Raises ValueError if a value is no action; and, when it meets a function, if a
@@ -164,11 +168,14 @@ class Policy:
                 return action, f"rule {pattern!r}"
         if isinstance(self.default, Codec):
             return Compress(self.default).decide(tensor)
+        found: tuple[Action, str] = self.default, "default"
         if not isinstance(self.default, Action):
-            return self.default.decide(tensor)
+            found = self.default.decide(tensor)
+            if found[0] != Recompute():
+                return found
         if self._rounds and _decides(tensor):
             return Compress(Save()).decide(tensor)
-        return self.default, "default"
+        return found
 
     @property
     def _rounds(self) -> bool:

@@ -13,7 +13,7 @@ from jaxcompact.choices import choices, choose
 from jaxcompact.graph import Graph, Op, Value, moving_values, read
 from jaxcompact.kinds import is_block
 from jaxcompact.program import Program
-from jaxcompact.rules import decided_before, keeps_decisions
+from jaxcompact.rules import decided_before, divides, keeps_decisions
 from jaxcompact.sources import Choice, Residual, Slope, Source
 from jaxcompact.surrogates import is_step, slopes_before
 from jaxcompact.tensors import Tensors
@@ -141,10 +141,8 @@ class Recording:
 
     def _has_rule(self, op: Op) -> bool:
         """A cheap function's, whose derivative is not stored as a step's."""
-        tensor = self.tensors.found.get(op.outs[0])
-        step = tensor is not None and tensor.step
         ruled = op.kind in ("custom_jvp_call", "custom_vjp_call")
-        return ruled and not step and not op.eqn.effects
+        return ruled and op.outs[0] not in self.slopes and not op.eqn.effects
 
     def _decided(self, op: Op, values: list[Any], moved: list[int]) -> tuple[list, Any]:
         """As `differentiate`; no backward function if its rules decide nothing."""
@@ -162,7 +160,9 @@ class Recording:
             return jax.tree.leaves(self.differentiate(op, [*values])[1])
 
         decoded = [isinstance(v, int) and self._may_be_rounded(v) for v in op.ins]
-        return outs, backward if keeps_decisions(kept, values, decoded) else None
+        of = kept, values, decoded
+        needed = keeps_decisions(*of) or divides(*of, backward, cts)
+        return outs, backward if needed else None
 
     def _may_be_rounded(self, value: int) -> bool:
         tensor = self.tensors.found.get(value)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward, Cut
-from jaxcompact.codecs import Codec, Offload, Quantized
+from jaxcompact.codecs import Chain, Codec, Offload, Quantized
 from jaxcompact.forward import Forward
 from jaxcompact.graph import Graph, Op, graph_of, moving_values
 from jaxcompact.kinds import is_entered
@@ -139,7 +139,7 @@ class Replay:
         """Whether anything is rounded, or moved to the host and back: it has no second
         derivative."""
         return any(
-            not is_exact(action) or isinstance(action, Offload)
+            not is_exact(action) or isinstance(action, Offload | Chain)
             for _, action, _ in self.chosen.values()
         )
 

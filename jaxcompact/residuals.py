@@ -102,11 +102,11 @@ def _known(recording: Recording) -> dict[Source, dict[str, Any]]:
 
 
 def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
-    """What rules of `jax.custom_vjp` divide by, and what they decide by."""
+    """What rules of one's own divide by, and what they decide by."""
     steep: set[Source] = set()
     decides: set[Source] = set()
     for op, tree in recording.trees.items():
-        if op.kind != "custom_vjp_call":
+        if op.kind not in ("custom_jvp_call", "custom_vjp_call"):
             continue
         sources = [Residual(op, k) for k in range(tree.num_leaves)]
         made = (v for v in op.outs if recording.moves(v))

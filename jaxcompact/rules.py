@@ -12,7 +12,8 @@ import jax
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.decisions import decided, steps
-from jaxcompact.graph import Graph, graph_of, graph_of_rule, read
+from jaxcompact.divisors import find_divisors
+from jaxcompact.graph import Graph, Value, graph_of, graph_of_rule, read
 from jaxcompact.integers import find_integers
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
@@ -25,16 +26,47 @@ def keeps_decisions(
 
     What integers alone give, as of labels, is the same when it is made again.
     """
-    closed = jax.make_jaxpr(kept)(*values)
-    graph = graph_of(closed)
-    pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
-    moving = [v for v, d in pairs if d and is_inexact(graph.avals[v])]
+    graph, moving = _made_of(kept, values, decoded)
     same = graph.independent_of(moving)
     made = {v for v in graph.outputs if isinstance(v, int)} - same - {*graph.inputs}
     made -= _guards(graph, same)
     if all(is_inexact(graph.avals[v]) for v in made):
         made &= find_integers(graph).keys() | steps(graph)
     return bool(made)
+
+
+def divides(
+    kept: Callable[..., Sequence[Any]],
+    values: Sequence[Any],
+    decoded: Sequence[bool],
+    backward: Callable,
+    cts: Sequence[Any],
+) -> bool:
+    """Whether what is kept divides by what may come back ``decoded``, as zero, or the
+    rule by what is kept."""
+    graph, moving = _made_of(kept, values, decoded)
+    if not find_divisors(graph, ()).isdisjoint(moving):
+        return True
+    leaves, tree = jax.tree.flatten(backward)
+    rule, stored = graph_of_rule(tree, leaves, cts)
+    same, divisors = graph.independent_of(moving), find_divisors(rule, ())
+    residuals = rule.inputs[len(stored) - len(leaves) : len(stored)]
+    pairs = zip(residuals, graph.outputs, strict=True)
+    return any(v in divisors for v, made in pairs if _is_new(made, same))
+
+
+def _is_new(value: Value, same: Collection[int]) -> bool:
+    return isinstance(value, int) and value not in same
+
+
+def _made_of(
+    kept: Callable, values: Sequence[Any], decoded: Sequence[bool]
+) -> tuple[Graph, list[int]]:
+    """What is kept, as a graph, and those of its inputs that may come back decoded."""
+    closed = jax.make_jaxpr(kept)(*values)
+    graph = graph_of(closed)
+    pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
+    return graph, [v for v, d in pairs if d and is_inexact(graph.avals[v])]
 
 
 def _guards(graph: Graph, same: Collection[int]) -> set[int]:

@@ -112,7 +112,7 @@ class Tensors:
         products, factors = find_correlations(*of, known)
         self._add_differences(near | products, moving)
         self._add_factors(factors)
-        self._add_functions()
+        self._add_functions(moving)
         steep = bells | find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data)
         self._describe(moving, exponents, enlarged, steep)
@@ -312,9 +312,9 @@ class Tensors:
             if self.found[value].floating and not self.found[value].cheap:
                 self.found.change(value, near=True)
 
-    def _add_functions(self) -> None:
+    def _add_functions(self, moving: Set[int]) -> None:
         """Nonlinear ones that others read, and that are no candidates already."""
-        made, steps = find_functions(self.graph, self.fixed, self.data)
+        made, steps = find_functions(self.graph, self.fixed, self.data, moving)
         for value, function in made.items():
             curved = [op for op in function.ops if op.kind in NONLINEAR]
             inner = self.graph.readers[value] and all(

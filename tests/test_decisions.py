@@ -277,3 +277,25 @@ def test_a_complex_number_is_no_decision(fun, any_rank):
         said = jc.explain(fun, W, X, policy=jc.policies.int4(), params=0)
         assert errors(fun, W, X, policy=jc.policies.int4()) < 0.2
     assert all(row.action != "Save()" for row in said.rows if row.stored), said
+
+
+@pytest.mark.parametrize("action", [jc.Quantized(2), jc.Save(), jc.Recompute()])
+def test_a_rule_for_what_relu_leaves_keeps_its_mask(action):
+    """It is no derivative of a step that is stored, and is not decided again."""
+    policy = jc.Policy({"relu.*": action}, default=COARSE)
+    assert errors(lambda w, x: jax.nn.relu(x @ w), W, X, policy=policy) < ULPS
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda y: (y > 0).astype(y.dtype) * y,
+        lambda y: jnp.zeros((4, 64)).at[NODES].max(y),
+        lambda y: (jnp.isfinite(y) & (y <= 0.1)).astype(y.dtype) * y,
+    ],
+)
+def test_branches_decide_by_exact_values(decide):
+    def fun(w, x):
+        return jax.lax.cond(x.sum() < 1e9, decide, lambda y: 0.0 * decide(y), x @ w)
+
+    assert errors(fun, W, X) < ULPS

@@ -8,7 +8,7 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
-from jaxcompact.policy import Compress
+from jaxcompact.policy import Compress, is_exact, written
 from jaxcompact.tensor import Tensor
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
@@ -346,6 +346,17 @@ def test_decisions_beside_a_value_that_is_rounded():
     assert mask == jc.BitMask()
 
 
+@pytest.mark.parametrize("default", [jc.Policy(), jc.Policy(default=jc.Save())])
+def test_a_policy_as_default_knows_that_a_rule_rounds(default):
+    def fun(w, x):
+        return jnp.where(x @ w > 0.3, jnp.sin(x @ w), 0.0)
+
+    for outer in (default, jc.Policy(default=default)):
+        found = actions(fun, jc.Policy({"dot_general.0": Q4}, default=outer), W, X)
+        (mask,) = (a for n, (a, _) in found.items() if "gt" in n)
+        assert mask in (jc.BitMask(), jc.Save())
+
+
 @dataclass(frozen=True)
 class WithStatistics:
     statistics = True
@@ -379,3 +390,45 @@ def test_numbers_and_what_has_no_entries():
     found = jax.grad(jc.checkpoint(fun, policy=jc.policies.int4(), params=0))(*args)
     expected = jax.grad(fun)(*args)
     assert jnp.linalg.norm(found - expected) < 0.15 * jnp.linalg.norm(expected)
+
+
+def test_a_derivative_leaves_the_gradients_of_biases_and_scales():
+    """In front of the function, not in it, though they are parameters."""
+    params = {"w": W + 0.1, "scale": jnp.full((1, 16), 1.3), "bias": X[:1]}
+    policy = jc.Policy({"tanh.*": jc.Derivative(Q8)}, default=jc.Save())
+
+    def fun(p, x):
+        return jnp.tanh((x @ p["w"]) * p["scale"] + p["bias"])
+
+    check_gradients(fun, policy, params)
+
+
+def test_a_derivative_of_a_function_that_changes_the_dtype():
+    policy = jc.Policy({"tanh.*": jc.Derivative(Q8)}, default=jc.Save())
+    check_gradients(lambda w, x: jnp.tanh(x @ w).astype(jnp.bfloat16), policy, W + 0.1)
+
+
+def check_gradients(fun, policy, params):
+    """Near those of the function itself: a slope is rounded to one of 254 steps."""
+
+    def loss(fun):
+        return lambda p: (
+            fun(p, X).astype(jnp.float32) * (2 + jnp.cos(9 * X)) * X
+        ).sum()
+
+    exact = jax.grad(loss(fun))(params)
+    found = jax.grad(loss(jc.checkpoint(fun, policy=policy, params=0)))(params)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert jnp.linalg.norm(b) > 0
+        assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
+
+
+def test_a_chain_of_exact_codecs_is_exact():
+    exact, lossy = jc.Chain(jc.BitMask(), jc.Offload()), jc.Chain(Q8, jc.Offload())
+    assert is_exact(exact) and is_exact(jc.Chain(exact)) and not is_exact(lossy)
+
+
+def test_a_chain_is_printed_as_it_is_written():
+    chain = jc.Chain(jc.Hadamard(16), Q4, jc.Offload())
+    assert written(chain) == "Chain(Hadamard(block=16), Quantized(bits=4), Offload())"
+    assert eval(written(chain), vars(jc)) == chain
