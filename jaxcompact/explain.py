@@ -68,8 +68,8 @@ class Explanation:
 
     @property
     def exact(self) -> int:
-        stored = [row for row in self.rows if row.stored and not _is_of_loop(row)]
-        return self.loops + sum(row.nbytes for row in stored if not _is_of_relu(row))
+        others = [r for r in self.rows if not _is_of_loop(r) and not _is_of_relu(r)]
+        return self.loops + sum(row.nbytes for row in others if _is_stored(row))
 
     def __str__(self) -> str:
         header = ("tensor", "", "bytes", "stored", "action", "reason", "where")
@@ -178,9 +178,19 @@ class _Exactly:
 
     policy: ChoosesActions
 
+    @property
+    def statistics(self) -> bool:
+        return getattr(self.policy, "statistics", False)
+
     def decide(self, tensor: Tensor) -> tuple[Action, str]:
         action, reason = self.policy.decide(tensor)
         return (Save() if isinstance(action, Codec) else action), reason
+
+
+def _is_stored(row: Row) -> bool:
+    """On the device or the host."""
+    unstored = "keep", "drop", written(Recompute())
+    return row.kind != "parameter" and row.action not in unstored
 
 
 def _is_of_loop(row: Row) -> bool:

@@ -124,7 +124,7 @@ def value_and_grad(
 
         (value, (aux, changed)), grads = functional.value_and_grad(
             loss, subspace, has_aux=True
-        )(params[0], step=step)
+        )(params.get(0, nnx.State({})), step=step)
         nnx.update(node, changed)
         return ((value, aux) if has_aux else value), grads
 
@@ -197,7 +197,7 @@ def checkpoint(
         graphdef, constants = static
         node = nnx.merge(graphdef, variables, rest, copy=True)
         args, kwargs = list(node[0]), node[1]
-        for place, value in constants:
+        for place, _, value in constants:
             args[place] = value
         outs = fun(*args, **kwargs)
         if nnx.graphdef(node) != graphdef:
@@ -226,7 +226,8 @@ def checkpoint(
         """The arguments, those that are static without, and ``inner``'s for them."""
         count = max(len(args), len(positional(fun)))  # some may be left at defaults
         static = sorted(n for n in places(numbers, count) if n < len(args))
-        constants = tuple((n, args[n]) for n in static)
+        # With their types: 1 and True are equal.
+        constants = tuple((n, type(args[n]), args[n]) for n in static)
         node = [None if n in static else a for n, a in enumerate(args)], kwargs
         graphdef, variables, rest = nnx.split(node, nnx.Variable, ...)
         return node, ((graphdef, constants), variables, rest)

@@ -165,7 +165,7 @@ def in_subspace(
         def lifted(name, update, param):
             slot = slots.get(name)
             if slot is None:
-                return update.astype(param.dtype)
+                return update.astype(jnp.result_type(param))
             scale = jnp.where(right_key, float(slot.projection.alpha), jnp.nan)
 
             def lift(key, n_rm):
@@ -332,6 +332,7 @@ def _sketched(slots: dict[str, Slot], key, generation, params: Any) -> Any:
 
 def _wide(x: jax.Array) -> jax.Array:
     """In float32, or wider where x is."""
+    x = jnp.asarray(x)
     with jax.numpy_dtype_promotion("standard"):
         return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 

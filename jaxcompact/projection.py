@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +98,12 @@ class Projection:
         if type(self.blocks) is not int or self.blocks < 1:
             raise ValueError(f"blocks must be a positive int, got {self.blocks!r}")
 
+    def __eq__(self, other: Any) -> bool:  # 1 is one column, 1.0 as many as x has
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     def rank_of(self, width: int) -> int:
         """The rank for a layer with ``width`` inputs.
 
@@ -183,7 +189,10 @@ class Projection:
         """`project`'s z, encoded if there is a codec: by the kernel that makes it.
 
         `Quantized.project` says which; XLA's code writes z, and reads it to encode it.
+        Raises ValueError for complex x if there is a codec.
         """
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            x = x.astype(jnp.float32)
         if self.codec is None:
             return self.project(key, x)
         if self.kind == "countsketch" or self.blocks > 1:  # not one product

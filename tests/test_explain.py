@@ -1,5 +1,7 @@
 """The report says what is stored, and its bytes are those that are stored."""
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -110,6 +112,36 @@ def test_tensors_on_the_host_take_no_bytes_of_the_device():
     policy = jc.policies.uniform(jc.Chain(jc.Quantized(8), jc.Offload()))
     said = rows(jc.explain(block, PARAMS, X, policy=policy, params=0))
     assert said["hidden"].stored == 0 and said["relu.0"].stored == 256
+
+
+def test_what_is_on_the_host_is_among_what_there_was_to_store():
+    for codec in (jc.Offload(), jc.Chain(jc.Quantized(8), jc.Offload())):
+        host, here = (
+            jc.explain(block, PARAMS, X, policy=jc.policies.uniform(c), params=0)
+            for c in (codec, jc.Quantized(8))
+        )
+        assert host.exact == here.exact > 0
+
+
+def test_what_nothing_is_encoded_of_is_stored_as_it_is():
+    """Of a policy that decides on statistics as well, in loops."""
+
+    @dataclass(frozen=True)
+    class All:
+        statistics = True
+
+        def decide(self, tensor):
+            return (jc.Save() if tensor.floating else jc.Recompute()), "all"
+
+    def layers(w, x):
+        def layer(x, _):
+            y = x @ w
+            return y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)), None
+
+        return jax.lax.scan(layer, x, length=4)[0]
+
+    said = jc.explain(layers, jnp.ones((64, 64)), X, policy=All(), params=0)
+    assert said.stored == said.exact > 0
 
 
 @pytest.mark.parametrize("before", [(), (jc.Quantized(8),)])

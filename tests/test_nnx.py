@@ -233,6 +233,23 @@ def test_checkpoint_with_a_static_argument_at_its_default_or_by_its_name():
         cnnx.checkpoint(block, static_argnums=3)(layer, X)
 
 
+def test_static_arguments_that_are_equal_and_of_other_types():
+    layer = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+    small = cnnx.checkpoint(
+        lambda m, x, scale: m(x) * (10.0 if scale is True else float(scale)),
+        static_argnums=2,
+    )
+    for scale, expected in ((1, 1.0), (True, 10.0), (1.0, 1.0)):
+        np.testing.assert_array_equal(small(layer, X, scale), expected * layer(X))
+
+
+def test_a_model_without_parameters_is_told_so():
+    subspace = jc.Subspace({"kernel": jc.Projection(4)}, jax.random.key(0))
+    grad = cnnx.value_and_grad(lambda model, x: x.sum(), subspace)
+    with pytest.raises(ValueError, match="'kernel' matches no parameter"):
+        grad(nnx.Dropout(0.5), X, step=0)
+
+
 def test_checkpoint_refuses_what_its_module_is_bound_to():
     drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     for bound in (drop, drop.__call__, nnx.Dropout):

@@ -52,6 +52,21 @@ def test_integers_are_projected_as_floats(dtype):
     found = jc.Projection(4).project(key, x)
     expected = jc.Projection(4).project(key, x.astype(jnp.float32))
     np.testing.assert_array_equal(found, expected)
+    encoding = jc.Projection(4, codec=jc.Quantized(8))
+    codes = (encoding.stored(key, x).codes for x in (x, x.astype(jnp.float32)))
+    np.testing.assert_array_equal(*codes)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "countsketch"])
+def test_complex_numbers_are_not_encoded(kind):
+    projection = jc.Projection(4, kind, codec=jc.Quantized(8))
+    with pytest.raises(ValueError, match="complex64"):
+        projection.stored(jax.random.key(0), jnp.ones((2, 16), jnp.complex64))
+
+
+def test_a_rank_of_one_is_no_whole_rank():
+    assert jc.Projection(1) != jc.Projection(1.0) == jc.Projection(1.0)
+    assert len({jc.Projection(1), jc.Projection(1.0), jc.Projection(1)}) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -90,6 +90,12 @@ class OutlierQuantized(Codec):
             raise ValueError(f"threshold must be positive, got {self.threshold!r}")
         self._quantizer()  # raises for what it does not take
 
+    def __eq__(self, other: Any) -> bool:  # 1 is one channel, 1.0 all of them
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     def _quantizer(self) -> Quantized:
         return Quantized(self.bits, self.group_size, self.symmetric)
 

@@ -302,6 +302,7 @@ class Quantized(Codec):
 
     def project(self, x: jax.Array, p_nr: jax.Array) -> Encoded:
         """`encode` of ``x P``, in one kernel where that is the fastest."""
+        self._require(x, 0)
         shape = *x.shape[:-1], p_nr.shape[-1]
         rows = self.axis == -1 and self._grouped(shape) == shape
         if not rows or self.bound is not None:

@@ -145,3 +145,9 @@ def test_an_array_of_numpy():
     codec = OutlierQuantized()
     same = jax.tree.map(jnp.array_equal, codec.encode(x), codec.encode(jnp.asarray(x)))
     assert jax.tree.all(same)
+
+
+def test_one_slot_is_not_all_of_them():
+    one, all_ = OutlierQuantized(slots=1), OutlierQuantized(slots=1.0)
+    assert one != all_ and len({one, all_}) == 2
+    assert one.nbytes((32, 64)) < all_.nbytes((32, 64))

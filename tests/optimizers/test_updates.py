@@ -147,3 +147,11 @@ def test_complex_parameters_keep_their_imaginary_part():
     np.testing.assert_array_equal(updates["c"], grads["c"])
     updates, _ = tx.update(grads, state, tree)
     np.testing.assert_allclose(updates["c"], 1.5 * grads["c"])
+
+
+def test_a_number_of_python_among_the_parameters():
+    tree = params() | {"scale": 2.0}
+    tx = jc.in_subspace(subspace(), optax.scale_by_adam())
+    grads = gradients(0) | {"scale": jnp.float32(1)}
+    updates, _ = tx.update(grads, tx.init(tree), tree)
+    assert updates["scale"].dtype == jnp.float32
