@@ -188,7 +188,7 @@ class Plan:
         )
         self.stores = Stores(self.replay)
         self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
-        self.forward = jitted(self._forward, traced.once)
+        self.forward = jitted(self._jaxcompact_forward, traced.once)
         self.backward = functools.cache(self._jitted_backward)
 
     def names(self) -> set[str]:
@@ -232,10 +232,10 @@ class Plan:
         return tuple(i for i in live if i in self.replay.recording.active)
 
     def _jitted_backward(self, live: tuple[int, ...]) -> Callable:
-        def _backward(kept, stored, cts):
+        def _jaxcompact_backward(kept, stored, cts):
             return self._backward(live, kept, stored, cts)
 
-        return jitted(_backward, self.traced.once)
+        return jitted(_jaxcompact_backward, self.traced.once)
 
     def nothing(self, *inputs: Any) -> list[list[jax.Array]]:
         """Zeros in the place of what `forward` stores."""
@@ -255,7 +255,7 @@ class Plan:
         tensor, _, _ = self.replay.chosen[source]
         return self.traced.policy.probe(tensor, value, *probes)
 
-    def _forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
+    def _jaxcompact_forward(self, *inputs: Any) -> tuple[list[Any], list[list[Any]]]:
         inputs, probes = self.traced.split(inputs)
         # All of them: what is outside may differentiate by others than what is inside.
         inputs = [self.guard(x) if is_inexact(x) else x for x in inputs]

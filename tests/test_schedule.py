@@ -31,7 +31,7 @@ def backward(fun, policy, w=W, x=X, params=None):
     """The operations of the gradient with respect to the parameters."""
     wrapped = jc.checkpoint(fun, policy=policy, params=params)
     jaxpr = jax.make_jaxpr(jax.grad(lambda w: wrapped(w, x).sum().astype("float32")))(w)
-    (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_backward")
+    (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_jaxcompact_backward")
     (inner,) = jaxprs_in_params(call.params)
     return inner.eqns
 
@@ -260,7 +260,7 @@ def test_what_only_its_encoding_reads_is_not_held():
 
     wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
     jaxpr = jax.make_jaxpr(lambda w, x: jax.vjp(wrapped, w, x)[1])(W, X)
-    (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_forward")
+    (call,) = (e for e in jaxpr.eqns if e.params.get("name") == "_jaxcompact_forward")
     (inner,) = jaxprs_in_params(call.params)
     read = {v for e in inner.eqns for v in e.invars if not isinstance(v, Literal)}
     ties = [inner.eqns[i].outvars for i in places(inner.eqns, "optimization_barrier")]

@@ -10,7 +10,8 @@ from jaxcompact.memory.functions import made_by
 from jaxcompact.planner.arguments import arrays_of, of_arrays
 from jaxcompact.policy import ChoosesActions, Policy
 
-_FORWARD, _BACKWARD = "_forward", "_backward"  # jitted functions of `traced.Plan`
+# Jitted functions of `traced.Plan`, by names that no one else's have.
+_FORWARD, _BACKWARD = "_jaxcompact_forward", "_jaxcompact_backward"
 
 
 class _Runs(NamedTuple):

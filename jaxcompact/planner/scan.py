@@ -54,6 +54,7 @@ def scan_step(
             return sum(jnp.sum(y.real, dtype=jnp.float32) for y in inexact)
 
         def stacked(x):
+            x = x if hasattr(x, "shape") else jax.typeof(x)
             sharding = getattr(x, "sharding", None)
             if isinstance(sharding, jax.NamedSharding):
                 spec = jax.P(None, *sharding.spec)

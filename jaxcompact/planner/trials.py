@@ -221,7 +221,7 @@ class _Search:
         beside = gib(least.peak_bytes - layers * least.nbytes)
         return _TooSmall(
             f"budget must be {gib(_rounded_up(least.peak_bytes))} or more, which the "
-            f"smallest plan found within max_error={self.max_error:g} takes: "
+            f"smallest plan found takes (error {self.max_error:g}, as modelled): "
             f"{gib(least.nbytes)} in each of {layers} layers, and {beside} beside "
             f"them; got {gib(self.limit)}",
             least,

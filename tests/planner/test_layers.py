@@ -54,6 +54,14 @@ def of_examples(layer):
     return jax.grad(lambda w, x: each(w, x).sum()), (WS[0], jnp.stack([X] * 3))
 
 
+def of_a_common_name(layer):
+    @jax.jit
+    def _forward(ws, x):
+        return run(layer, ws, x).sum()
+
+    return jax.grad(_forward), (WS, X)
+
+
 def without_a_gradient(layer):
     return (lambda ws, x: run(layer, ws, x)), (WS, X)
 
@@ -66,6 +74,7 @@ def without_a_gradient(layer):
         (of_microbatches, LAYERS),
         (in_groups, 2),
         (of_examples, 1),
+        (of_a_common_name, LAYERS),
         (without_a_gradient, 0),
     ],
 )

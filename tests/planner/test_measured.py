@@ -9,7 +9,6 @@ import pytest
 
 import jaxcompact as jc
 from benchmarks import plans
-from jaxcompact.codecs import Codec
 from jaxcompact.graph import graph_of
 from jaxcompact.memory import devices
 from jaxcompact.memory.cards import present
@@ -107,6 +106,14 @@ def test_codecs_are_timed_both_ways(codec, cache):
     assert len(list(cache.glob("*.json"))) == 2
 
 
+def test_what_lies_on_the_host_has_its_roofline(cache):
+    """A program by itself fetches nothing: what it decodes is on the device."""
+    for codec in (jc.Offload(), jc.Chain(jc.Quantized(8), jc.Offload())):
+        args = codec, (256, 256), jnp.float32, HERE
+        assert measured.codec_seconds(*args) == roofline.codec_seconds(*args) > 0
+    assert not cache.exists()
+
+
 def test_what_was_timed_is_not_timed_again(cache, monkeypatch):
     found = measured.operation_seconds(product(128), HERE)
     monkeypatch.setattr(measured, "_timed", None)
@@ -184,7 +191,7 @@ def test_plans_are_made_of_measured_times(monkeypatch):
         option.seconds
         for item in here.items
         for option in item.options
-        if isinstance(option.action, Codec)
+        if isinstance(option.action, jc.Quantized)
     ]
     assert times and set(times) == {14}
     assert all(seconds < 1e-3 for seconds in absent.runs.values())

@@ -308,6 +308,9 @@ def test_a_state_with_a_random_key():
 def test_a_number_is_an_argument():
     found = jc.plan(lambda w, x: jnp.sin(x * w), jnp.float32(2), 3.0, budget="1GiB")
     assert found.error == 0
+    fun = lambda p, x: jnp.sin(x @ p["w"]) * p["scale"]  # noqa: E731
+    params, x = {"w": jnp.ones((64, 64)), "scale": 2.0}, jnp.ones((64, 64))
+    assert jc.plan(fun, params, x, budget="1GiB").error == 0
 
 
 @pytest.mark.slow

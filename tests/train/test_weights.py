@@ -147,6 +147,9 @@ def test_shards_are_read(folder):
     index = {"metadata": {}, "weight_map": shards}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_equal_parameters(load_llama(folder), whole)
+    whole.embed.embedding[...] *= 2
+    save_llama(whole, folder)  # into the same folder
+    assert_equal_parameters(load_llama(folder), whole)
 
 
 def test_folders_of_older_transformers_are_read(folder):
@@ -232,6 +235,7 @@ def test_a_model_type_that_is_no_name_is_refused(folder):
     ],
 )
 def test_an_index_without_files_is_named(folder, text, rule):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=rule) as error:
         load_llama(folder)
