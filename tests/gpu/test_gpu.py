@@ -13,16 +13,15 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "train")]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "train"), str(HERE)]
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-
-import jaxcompact as jc  # noqa: E402
-from tests.gpu.against_xla import (  # noqa: E402
+from against_xla import (  # noqa: E402
     activation_is_xlas,
     arrays,
     biased_activation_is_xlas,
@@ -35,6 +34,8 @@ from tests.gpu.against_xla import (  # noqa: E402
     rows,
     weight_gradient_is_xlas,
 )
+
+import jaxcompact as jc  # noqa: E402
 
 KINDS = ("gaussian", "rademacher", "sparse", "countsketch", "orthonormal")
 CPU = jax.local_devices(backend="cpu")[0]
