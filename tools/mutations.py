@@ -1088,8 +1088,8 @@ MUTATIONS = [
     Mutation(
         "what a rule keeps of the forward pass is made again",
         "jaxcompact/recording.py",
-        "backward if keeps_decisions(kept, values, decoded) else None",
-        "None",
+        "return outs, backward if needed else None",
+        "return outs, None",
         "tests/test_rules.py::test_what_is_kept_of_the_forward_pass_decides",
     ),
     Mutation(
