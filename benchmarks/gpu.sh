@@ -135,10 +135,9 @@ touch "$TURNS"
 if [ -z "$on_gpu" ]; then wait; fi # of few cores
 if [ -n "$on_gpu" ]; then
     # First, since they compile most. What they time beside others no one else reads.
-    export JAXCOMPACT_CACHE=$scratch/crowded
-    beside step plan "${small[@]}" --plan recomputed
-    beside step 1b_plan "${large[@]}" --plan recomputed
-    unset JAXCOMPACT_CACHE
+    crowded=$scratch/crowded
+    JAXCOMPACT_CACHE=$crowded beside step plan "${small[@]}" --plan recomputed
+    JAXCOMPACT_CACHE=$crowded beside step 1b_plan "${large[@]}" --plan recomputed
 fi
 for name in exact int4 remat_nothing compact_int4 compact remat_dots_no_batch; do
     # shellcheck disable=SC2046
@@ -162,7 +161,7 @@ if [ ! -e "$out/kernels.done" ]; then
     fi
     cp -r "$scratch/kernels" .
     # Those that there was time for.
-    grep '^{' "$out/kernels.log" >"$out/kernels.jsonl"
+    [ ! -e "$out/kernels.log" ] || grep '^{' "$out/kernels.log" >"$out/kernels.jsonl"
 fi
 for pair in "${batches[@]}"; do # alone, with all of the card's memory
     # shellcheck disable=SC2046

@@ -32,6 +32,7 @@ class Row:
         reason: why.
         nbytes: bytes as it is.
         stored: bytes that are stored on the device between the passes.
+        host: bytes that are stored on the host.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Row:
     reason: str
     nbytes: int
     stored: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Explanation:
     @property
     def exact(self) -> int:
         others = [r for r in self.rows if not _is_of_loop(r) and not _is_of_relu(r)]
-        return self.loops + sum(row.nbytes for row in others if _is_stored(row))
+        return self.loops + sum(r.nbytes for r in others if r.stored or r.host)
 
     def __str__(self) -> str:
         header = ("tensor", "", "bytes", "stored", "action", "reason", "where")
@@ -187,12 +189,6 @@ class _Exactly:
         return (Save() if isinstance(action, Codec) else action), reason
 
 
-def _is_stored(row: Row) -> bool:
-    """On the device or the host."""
-    unstored = "keep", "drop", written(Recompute())
-    return row.kind != "parameter" and row.action not in unstored
-
-
 def _is_of_loop(row: Row) -> bool:
     """Its residuals are codes already, where its body encodes."""
     return row.kind == "residual" and row.name.startswith(_OF_BODIES)
@@ -213,11 +209,12 @@ def _rows(plan: Plan) -> list[Row]:
     kept = {replay.graph.inputs[i] for i in replay.kept}
     rows = []
     for value, (tensor, action, reason) in replay.chosen.items():
-        text, size = written(action), 0
+        text, size, away = written(action), 0, 0
         if value in stores:
             text = ", ".join(written(slot.action) for slot, _ in stores[value])
-            leaves = (leaf for _, store in stores[value] for leaf in store.leaves)
-            size = sum(_nbytes(leaf) for leaf in leaves if not on_host(leaf))
+            leaves = [leaf for _, store in stores[value] for leaf in store.leaves]
+            away = sum(_nbytes(leaf) for leaf in leaves if on_host(leaf))
+            size = sum(map(_nbytes, leaves)) - away
         elif value in kept:
             text = "keep"
             if isinstance(action, Recompute):
@@ -235,6 +232,7 @@ def _rows(plan: Plan) -> list[Row]:
                 reason,
                 tensor.nbytes,
                 size,
+                away,
             )
         )
     return rows

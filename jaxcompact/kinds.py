@@ -55,8 +55,7 @@ BLOCKS = LINEAR_ALGEBRA | frozenset(
 )
 _DECIDES = frozenset(
     """abs ceil clamp custom_jvp_call custom_vjp_call eq floor ge gt is_finite le lt max
-    min ne reduce_max reduce_min rem round scatter-max scatter-min select_n
-    sign""".split()
+    min ne reduce_max reduce_min rem round select_n sign""".split()
 )
 _ALIAS = frozenset(
     """name reshape transpose squeeze expand_dims copy copy_p

@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from jaxcompact.codecs import Encoded, Quantized
+from jaxcompact.codecs.codec import Written
 from jaxcompact.kernels.explicit import gathered, laid_as
 from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize.reference import join_groups, split_groups
@@ -21,8 +22,8 @@ _MOST = 3.4e38  # of float32
 _RANK_UNIT = 64  # tensor cores and packed groups want ranks that are multiples
 
 
-@dataclass(frozen=True)
-class Projection:
+@dataclass(frozen=True, eq=False)
+class Projection(Written):
     """How a linear layer's input is sketched: ``z = x P``, ``P`` of shape ``(n, r)``.
 
     Every kind satisfies ``E[P P^T] = I``, so ``P (z^T dy)`` is an unbiased estimate
@@ -97,12 +98,6 @@ class Projection:
             raise ValueError(f"codec must be a Quantized or None, got {self.codec!r}")
         if type(self.blocks) is not int or self.blocks < 1:
             raise ValueError(f"blocks must be a positive int, got {self.blocks!r}")
-
-    def __eq__(self, other: Any) -> bool:  # 1 is one column, 1.0 as many as x has
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     def rank_of(self, width: int) -> int:
         """The rank for a layer with ``width`` inputs.
@@ -181,8 +176,7 @@ class Projection:
 
         Integers and bools are read as float32.
         """
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            x = x.astype(jnp.float32)
+        x = _numbers(x)
         return self._projected(self._drawn(key, x.shape[-1], x.dtype), x)
 
     def stored(self, key: jax.Array, x: jax.Array) -> jax.Array | Encoded:
@@ -191,12 +185,11 @@ class Projection:
         `Quantized.project` says which; XLA's code writes z, and reads it to encode it.
         Raises ValueError for complex x if there is a codec.
         """
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            x = x.astype(jnp.float32)
         if self.codec is None:
             return self.project(key, x)
         if self.kind == "countsketch" or self.blocks > 1:  # not one product
             return self.codec.encode(self.project(key, x))
+        x = _numbers(x)
         return self.codec.project(x, self._drawn(key, x.shape[-1], x.dtype))
 
     def lift(self, key: jax.Array, sketch: jax.Array, width: int) -> jax.Array:
@@ -255,6 +248,10 @@ class Projection:
     def _keys(self, key: jax.Array) -> jax.Array:
         numbers = jnp.arange(self.blocks, dtype=jnp.uint32)
         return jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
 
 
 def _signs(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

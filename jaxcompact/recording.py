@@ -13,7 +13,7 @@ from jaxcompact.choices import choices, choose
 from jaxcompact.graph import Graph, Op, Value, moving_values, read
 from jaxcompact.kinds import is_block
 from jaxcompact.program import Program
-from jaxcompact.rules import decided_before, divides, keeps_decisions
+from jaxcompact.rules import decided_before, divides, keeps_decisions, made_of
 from jaxcompact.sources import Choice, Residual, Slope, Source
 from jaxcompact.surrogates import is_step, slopes_before
 from jaxcompact.tensors import Tensors
@@ -160,7 +160,7 @@ class Recording:
             return jax.tree.leaves(self.differentiate(op, [*values])[1])
 
         decoded = [isinstance(v, int) and self._may_be_rounded(v) for v in op.ins]
-        of = kept, values, decoded
+        of = made_of(kept, values, decoded)
         needed = keeps_decisions(*of) or divides(*of, backward, cts)
         return outs, backward if needed else None
 

@@ -18,15 +18,22 @@ from jaxcompact.integers import find_integers
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
 
 
-def keeps_decisions(
+def made_of(
     kept: Callable[..., Sequence[Any]], values: Sequence[Any], decoded: Sequence[bool]
-) -> bool:
-    """Whether a mask, a whole number or a step is kept that is made of values which may
-    come back ``decoded``.
+) -> tuple[Graph, list[int]]:
+    """What is kept, as a graph, and those of its inputs that may come back decoded."""
+    closed = jax.make_jaxpr(kept)(*values)
+    graph = graph_of(closed)
+    pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
+    return graph, [v for v, d in pairs if d and is_inexact(graph.avals[v])]
+
+
+def keeps_decisions(graph: Graph, moving: Collection[int]) -> bool:
+    """Whether a mask, a whole number or a step is kept that is made of what may come
+    back decoded (`made_of`).
 
     What integers alone give, as of labels, is the same when it is made again.
     """
-    graph, moving = _made_of(kept, values, decoded)
     same = graph.independent_of(moving)
     made = {v for v in graph.outputs if isinstance(v, int)} - same - {*graph.inputs}
     made -= _guards(graph, same)
@@ -36,15 +43,10 @@ def keeps_decisions(
 
 
 def divides(
-    kept: Callable[..., Sequence[Any]],
-    values: Sequence[Any],
-    decoded: Sequence[bool],
-    backward: Callable,
-    cts: Sequence[Any],
+    graph: Graph, moving: Collection[int], backward: Callable, cts: Sequence[Any]
 ) -> bool:
-    """Whether what is kept divides by what may come back ``decoded``, as zero, or the
-    rule by what is kept."""
-    graph, moving = _made_of(kept, values, decoded)
+    """Whether what is kept divides by what may come back decoded, as zero, or the rule
+    by what is kept of that."""
     if not find_divisors(graph, ()).isdisjoint(moving):
         return True
     leaves, tree = jax.tree.flatten(backward)
@@ -57,16 +59,6 @@ def divides(
 
 def _is_new(value: Value, same: Collection[int]) -> bool:
     return isinstance(value, int) and value not in same
-
-
-def _made_of(
-    kept: Callable, values: Sequence[Any], decoded: Sequence[bool]
-) -> tuple[Graph, list[int]]:
-    """What is kept, as a graph, and those of its inputs that may come back decoded."""
-    closed = jax.make_jaxpr(kept)(*values)
-    graph = graph_of(closed)
-    pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
-    return graph, [v for v, d in pairs if d and is_inexact(graph.avals[v])]
 
 
 def _guards(graph: Graph, same: Collection[int]) -> set[int]:

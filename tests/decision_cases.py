@@ -9,8 +9,6 @@ from tests.draws import normal
 from tests.residuals import weighted
 
 COARSE = jc.Policy({"x": jc.Save()}, default=jc.policies.uniform(jc.Quantized(2)))
-
-
 W, X = normal(7, 64, 64, scale=0.15), normal(3, 8, 64)
 NODES = jnp.array([0, 1, 1, 3, 0, 1, 9, 3])
 # x^T dy has 8 terms; in another order they differ in the last bits of float32.

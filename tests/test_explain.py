@@ -121,6 +121,8 @@ def test_what_is_on_the_host_is_among_what_there_was_to_store():
             for c in (codec, jc.Quantized(8))
         )
         assert host.exact == here.exact > 0
+        away = {row.name: row.host for row in host.rows}
+        assert away["hidden"] == codec.host_nbytes((16, 128)) > 0
 
 
 def test_what_nothing_is_encoded_of_is_stored_as_it_is():

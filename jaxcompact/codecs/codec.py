@@ -11,6 +11,16 @@ from jaxcompact.kernels.explicit import gathered, part, typed
 from jaxcompact.kernels.quantize.levels import saturated
 
 
+class Written:
+    """Equal to what is written alike: 1, a number, is not 1.0, a fraction."""
+
+    def __eq__(self, other: Any) -> bool:
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
 class Codec:
     """How one tensor is stored between the forward and the backward pass.
 

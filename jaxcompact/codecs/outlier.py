@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs.codec import Codec, is_float
+from jaxcompact.codecs.codec import Codec, Written, is_float
 from jaxcompact.codecs.quantized import Encoded, Quantized
 from jaxcompact.kernels.explicit import gathered, without
 from jaxcompact.kernels.quantize.levels import saturated
@@ -33,8 +33,8 @@ class OutlierEncoded:
     index: jax.Array
 
 
-@dataclass(frozen=True)
-class OutlierQuantized(Codec):
+@dataclass(frozen=True, eq=False)
+class OutlierQuantized(Written, Codec):
     """Quantize a tensor, but keep its outlier channels in 16 bits.
 
     A channel is an entry of the last axis. With ``m`` its largest magnitude over all
@@ -89,12 +89,6 @@ class OutlierQuantized(Codec):
         if not _is_number(self.threshold) or not self.threshold > 0:
             raise ValueError(f"threshold must be positive, got {self.threshold!r}")
         self._quantizer()  # raises for what it does not take
-
-    def __eq__(self, other: Any) -> bool:  # 1 is one channel, 1.0 all of them
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     def _quantizer(self) -> Quantized:
         return Quantized(self.bits, self.group_size, self.symmetric)

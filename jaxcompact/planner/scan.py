@@ -54,7 +54,7 @@ def scan_step(
             return sum(jnp.sum(y.real, dtype=jnp.float32) for y in inexact)
 
         def stacked(x):
-            x = x if hasattr(x, "shape") else jax.typeof(x)
+            x = _array(x)
             sharding = getattr(x, "sharding", None)
             if isinstance(sharding, jax.NamedSharding):
                 spec = jax.P(None, *sharding.spec)
@@ -72,8 +72,13 @@ def scan_step(
 
 
 def _kind(x: Any) -> tuple:
-    aval = x if hasattr(x, "shape") else jax.typeof(x)
-    return aval.shape, aval.dtype
+    x = _array(x)
+    return x.shape, x.dtype
+
+
+def _array(x: Any) -> Any:
+    """With a shape and a dtype, which a number of Python has not."""
+    return x if hasattr(x, "shape") else jax.typeof(x)
 
 
 def _holds(tree: Any, kinds: tuple[type, ...]) -> bool:

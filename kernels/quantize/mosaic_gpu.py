@@ -315,11 +315,11 @@ def _noise(x: jax.Array, seed, row, g, count: int, spread) -> jax.Array:
     group = x.shape[1]
     place = iota(x.shape, 1, spread).astype(jnp.uint32)
     digest = jnp.sum(noise.digested(x, place), 1, dtype=jnp.uint32)
-    pairs = ROWS, noise.pairs(group)
-    row = (row + iota(pairs, 0, spread)).astype(jnp.uint32)
-    place = g.astype(jnp.uint32) * group + iota(pairs, 1, spread).astype(jnp.uint32)
+    half = ROWS, noise.pairs(group)
+    row = (row + iota(half, 0, spread)).astype(jnp.uint32)
+    place = g.astype(jnp.uint32) * group + iota(half, 1, spread).astype(jnp.uint32)
     number = row * jnp.uint32(count * group % 2**32) + place
-    key = _over(noise.group_key(digest, seed), pairs[1])
+    key = _over(noise.group_key(digest, seed), half[1])
     return jnp.concatenate(noise.pair_noise(number, key), 1)
 
 
