@@ -311,20 +311,6 @@ def test_actions_that_do_not_fit_a_tensor_are_refused(action, name, message):
         jax.grad(lambda w, x: small(w, x).sum(), argnums=(0, 1))(W, X)
 
 
-def test_a_derivative_whose_codec_cannot_store_it_is_refused():
-    """`BitMask` of tanh's derivative would make a one of every slope."""
-    policy = jc.Policy({"tanh.0": jc.Derivative(jc.BitMask())})
-    with pytest.raises(ValueError, match=r"BitMask\(\) can't store tanh.0"):
-        actions(lambda w, x: jnp.tanh(x @ w) @ w, policy, W, X)
-
-
-@pytest.mark.parametrize("codec", [jc.BitMask(), jc.Quantized(4, axis=-3)])
-def test_a_value_beside_a_derivative_that_its_codec_does_not_take(codec):
-    policy = jc.Policy({"tanh.*": jc.Derivative(Q8, value=codec)})
-    with pytest.raises(ValueError, match=r"can't store tanh.0"):
-        jc.explain(lambda w, x: jnp.tanh(x @ w) ** 2 @ w, W, X, policy=policy, params=0)
-
-
 def test_a_rule_for_nothing_is_refused_each_time():
     small = jc.checkpoint(
         lambda w, x: (x @ w).sum(), policy=jc.Policy({"nothing": Q8}), params=0
@@ -390,37 +376,6 @@ def test_numbers_and_what_has_no_entries():
     found = jax.grad(jc.checkpoint(fun, policy=jc.policies.int4(), params=0))(*args)
     expected = jax.grad(fun)(*args)
     assert jnp.linalg.norm(found - expected) < 0.15 * jnp.linalg.norm(expected)
-
-
-def test_a_derivative_leaves_the_gradients_of_biases_and_scales():
-    """In front of the function, not in it, though they are parameters."""
-    params = {"w": W + 0.1, "scale": jnp.full((1, 16), 1.3), "bias": X[:1]}
-    policy = jc.Policy({"tanh.*": jc.Derivative(Q8)}, default=jc.Save())
-
-    def fun(p, x):
-        return jnp.tanh((x @ p["w"]) * p["scale"] + p["bias"])
-
-    check_gradients(fun, policy, params)
-
-
-def test_a_derivative_of_a_function_that_changes_the_dtype():
-    policy = jc.Policy({"tanh.*": jc.Derivative(Q8)}, default=jc.Save())
-    check_gradients(lambda w, x: jnp.tanh(x @ w).astype(jnp.bfloat16), policy, W + 0.1)
-
-
-def check_gradients(fun, policy, params):
-    """Near those of the function itself: a slope is rounded to one of 254 steps."""
-
-    def loss(fun):
-        return lambda p: (
-            fun(p, X).astype(jnp.float32) * (2 + jnp.cos(9 * X)) * X
-        ).sum()
-
-    exact = jax.grad(loss(fun))(params)
-    found = jax.grad(loss(jc.checkpoint(fun, policy=policy, params=0)))(params)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
-        assert jnp.linalg.norm(b) > 0
-        assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
 
 
 def test_a_chain_of_exact_codecs_is_exact():

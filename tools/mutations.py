@@ -218,7 +218,7 @@ MUTATIONS = [
         "jaxcompact/functions.py",
         "learned = any(v in fixed and v in differentiated for v in op.reads)",
         "learned = False",
-        "tests/test_policy.py::"
+        "tests/test_derivatives.py::"
         "test_a_derivative_leaves_the_gradients_of_biases_and_scales",
     ),
     Mutation(
