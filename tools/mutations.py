@@ -568,10 +568,25 @@ MUTATIONS = [
     Mutation(
         "rounding to the nearest code becomes rounding down",
         "kernels/quantize/levels.py",
-        "rounded = position + np.float32(_INTEGERS)",
-        "rounded = jnp.floor(position) + np.float32(_INTEGERS)",
+        "position + (_INTEGERS + zero)",
+        "jnp.floor(position) + (_INTEGERS + zero)",
         "tests/codecs/test_quantized.py::"
         "test_error_of_nearest_rounding_of_normal_values",
+    ),
+    Mutation(
+        "no entry is thought to lie below the lowest code",
+        "kernels/quantize/levels.py",
+        "within = bits < 8 and scale_bits == 16 and not stochastic",
+        "within = True",
+        "tests/kernels/test_scales.py::"
+        "test_entries_at_the_ends_of_float32_keep_their_sign",
+    ),
+    Mutation(
+        "float32's exp is approximated as if it were rounded to 16 bits",
+        "kernels/functions/operations.py",
+        "not (kind in _EXPONENTIALS and wide)",
+        "True",
+        "tests/kernels/test_exponential.py::test_what_may_be_approximated",
     ),
     Mutation(
         "two entries of a group share their noise",

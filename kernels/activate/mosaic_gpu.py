@@ -118,6 +118,7 @@ def activate(
         ],
         grid=(math.prod(blocks),),
         grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=f.may_approximate),
         scratch_types=[
             *(xs_smem := [shared_strips(groups, group, dtype)] * len(xs)),
             shared_strips(groups, group, of_y),

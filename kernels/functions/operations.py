@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxcompact.kernels.functions.error_function import erf, erfc
+from jaxcompact.kernels.functions.exponential import exp, exp2, logistic
 
 TAKEN = frozenset(
     """abs add broadcast_in_dim clamp convert_element_type copy div eq erf erfc exp exp2
@@ -20,7 +21,11 @@ TAKEN = frozenset(
     sub tanh""".split()
 )
 CALLS = frozenset("jit pjit closed_call custom_jvp_call custom_vjp_call".split())
-_OURS = {"copy": lambda x: x, "erf": erf, "erfc": erfc}  # that Mosaic does not have
+_EXPONENTIALS = {"exp": exp, "exp2": exp2, "logistic": logistic}
+# Those that Mosaic does not have, or makes of more instructions.
+_OURS = {"copy": lambda x: x, "erf": erf, "erfc": erfc, **_EXPONENTIALS}
+# Whose approximations by the card are too coarse.
+_CAREFUL = frozenset("erf erfc log rsqrt sqrt tanh".split())
 
 
 def applied(eqn: Any, ins: Sequence[Any]) -> Any:
@@ -28,6 +33,16 @@ def applied(eqn: Any, ins: Sequence[Any]) -> Any:
     if ours := _OURS.get(eqn.primitive.name):
         return ours(*ins)
     return eqn.primitive.bind(*ins, **eqn.params)
+
+
+def is_near_enough(eqn: Any) -> bool:
+    """Whether ``approx_math`` of Mosaic's compiler leaves the operation as exact.
+
+    Not of float32's exp: of large numbers its error is too many of float32's units.
+    """
+    kind = eqn.primitive.name
+    wide = eqn.outvars[0].aval.dtype == jnp.float32
+    return kind not in _CAREFUL and not (kind in _EXPONENTIALS and wide)
 
 
 def refused_operation(eqn: Any, taken: frozenset[str]) -> str | None:

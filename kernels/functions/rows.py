@@ -39,6 +39,7 @@ from jaxcompact.kernels.functions.operations import (
     applied,
     closes_over_arrays,
     inside,
+    is_near_enough,
     narrow,
     refused_dtype,
     refused_operation,
@@ -93,6 +94,7 @@ class Function:
     kept: of each statistic, whether it has the last axis, of one.
     sums: of each pass over xs those that it makes.
     of_rows: values of rows, no sums, in an order in which they can be evaluated.
+    may_approximate: by ``approx_math``, all that it is made of.
     """
 
     xs: tuple[Value, ...]
@@ -102,6 +104,7 @@ class Function:
     kept: tuple[bool, ...]
     sums: tuple[tuple[Value, ...], ...] = field(init=False)
     of_rows: tuple[Value, ...] = field(init=False)
+    may_approximate: bool = field(init=False)
 
     def __post_init__(self):
         found = _below((self.y, *self.statistics), {})
@@ -111,6 +114,8 @@ class Function:
         object.__setattr__(self, "sums", tuple(by_pass))
         rows = (v for v in found if v.form == ROWS and not v.is_sum)
         object.__setattr__(self, "of_rows", tuple(rows))
+        near = all(is_near_enough(v.eqn) for v in found if v.eqn is not None)
+        object.__setattr__(self, "may_approximate", near)
 
 
 def _below(values: Sequence[Value], found: dict[Value, None]) -> dict[Value, None]:

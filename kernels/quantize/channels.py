@@ -224,7 +224,7 @@ def _packed(codes: Sequence[jax.Array], bits: int) -> list[jax.Array]:
     for lane in range(1, 8 // bits):
         part = codes[lane * bits : (lane + 1) * bits]
         packed = [
-            a | (code << (bits * lane)) for a, code in zip(packed, part, strict=True)
+            a + (code << (bits * lane)) for a, code in zip(packed, part, strict=True)
         ]
     return list(packed)
 

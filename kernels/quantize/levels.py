@@ -25,15 +25,18 @@ class Levels(NamedTuple):
     Attributes:
         scales: as stored; NaN where a group is not finite.
         lows: as stored, bfloat16; None if symmetric.
-        factor, inverse: an entry's place among the codes is ``x * factor * inverse``.
-        low: float32, is subtracted from x before; None if symmetric.
+        factor, inverse: an entry's place among the codes is ``x * factor * inverse``,
+            or ``x * inverse`` where the factor is None.
+        low: float32, is subtracted from half of x before; None if symmetric.
+        within: no entry's place is below the lowest code.
     """
 
     scales: jax.Array
     lows: jax.Array | None
-    factor: jax.Array
+    factor: jax.Array | None
     inverse: jax.Array
     low: jax.Array | None
+    within: bool
 
 
 def squeezed(x: jax.Array, bound: float | None) -> jax.Array:
@@ -88,7 +91,9 @@ def symmetric_levels(
     scale = jnp.where(finite, scale, np.float32(np.nan))
     largest = scales.BFLOAT16_MAX / top
     used, stored = scales.store(scale, bits=scale_bits, largest=largest)
-    return Levels(stored, None, *scales.inverse(used), None)
+    # Of 8 bits, -128 of the largest scale would be no code of -float32's largest.
+    within = bits < 8 and scale_bits == 16 and not stochastic
+    return Levels(stored, None, *scales.inverse(used, largest), None, within)
 
 
 def asymmetric_levels(
@@ -102,26 +107,28 @@ def asymmetric_levels(
     scale = jnp.where(finite, scale, np.float32(np.nan))
     used, stored = scales.store(scale, bits=16, largest=largest)
     lows = jnp.where(finite, low, np.float32(np.nan)).astype(jnp.bfloat16)
-    return Levels(stored, lows, *scales.inverse(used), low)
+    factor, inverse = scales.inverse(used, largest)
+    return Levels(stored, lows, factor, 2 * inverse, low * 0.5, within=False)
 
 
 def code(x: jax.Array, of: Levels, u: jax.Array | None, *, bits: int) -> jax.Array:
     """int32 codes of ``x``, to nearest; noise, if any, moves x by ``u`` steps first."""
     symmetric = of.low is None
-    if symmetric:
-        position = x * of.factor * of.inverse
-    else:
-        position = 2 * ((x * 0.5 - of.low * 0.5) * of.factor * of.inverse)
+    position = x if symmetric else x * 0.5 - of.low
+    if of.factor is not None:
+        position *= of.factor
+    position *= of.inverse
     if bits == 1 and symmetric:  # the levels are -1 and 1
         return (position > (0 if u is None else 2 * u)).astype(jnp.int32)
     zero = 2 ** (bits - 1) if symmetric else 0
     # Before u is added: no product is then added to, which may be rounded or not.
-    position = jnp.clip(position, float(-zero), float(2**bits - 1 - zero))
+    if not of.within:
+        position = jnp.maximum(position, float(-zero))
+    position = jnp.minimum(position, float(2**bits - 1 - zero))
     if u is not None:
         position += u
-    rounded = position + np.float32(_INTEGERS)
-    bias = np.float32(_INTEGERS).view(np.int32) - zero
-    return jax.lax.bitcast_convert_type(rounded, jnp.int32) - np.int32(bias)
+    rounded = jax.lax.bitcast_convert_type(position + (_INTEGERS + zero), jnp.int32)
+    return rounded - np.float32(_INTEGERS).view(np.int32)  # of its lower bits, nothing
 
 
 def value(

@@ -198,7 +198,8 @@ def encoded(
         scale_bits=scale_bits,
         stochastic=u is not None,
     )
-    over = levels.Levels(None, None, *(_over(a, x.shape[1]) for a in of[2:]))
+    factor, inverse, low = (_over(a, x.shape[1]) for a in of[2:5])
+    over = of._replace(factor=factor, inverse=inverse, low=low)
     packed = _packed(levels.code(x, over, u, bits=bits), bits)
     return packed, [of.scales] if symmetric else [of.scales, of.lows]
 
@@ -328,5 +329,5 @@ def _packed(code: jax.Array, bits: int) -> jax.Array:
     packed = code[:, :width]
     for lane in range(1, 8 // bits):
         part = code[:, lane * width : (lane + 1) * width]
-        packed |= part << (bits * lane)
+        packed += part << (bits * lane)
     return packed.astype(jnp.uint8)

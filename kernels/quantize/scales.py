@@ -48,21 +48,24 @@ def store(
     return used, jnp.where(jnp.isnan(scale), jnp.nan, used).astype(jnp.bfloat16)
 
 
-def inverse(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def inverse(scale: jax.Array, largest: float) -> tuple[jax.Array | None, jax.Array]:
     """``factor`` and ``1 / (scale factor)``: one division a scale; 0 where that is 0.
 
     XLA divides so by what is broadcast, but may do it or not. Large scales by way of
     their quarter: the reciprocal of 2^127 is below the normal numbers, where XLA has 0.
     (By a factor that is no constant: XLA would move a constant into the reciprocal.)
+    Where no scale is above ``largest`` up to 2^126, the factor is None: 1.
     """
     quarter, one, zero = (jax.lax.full_like(scale, x) for x in (0.25, 1.0, 0.0))
+    if largest <= 2.0**126:
+        return None, jax.lax.select(scale == 0, zero, 1 / scale)
     factor = jax.lax.select(jax.lax.abs(scale) > 1, quarter, one)
     return factor, jax.lax.select(scale == 0, zero, 1 / (scale * factor))
 
 
 def ratio(x: jax.Array, scale: jax.Array) -> jax.Array:
     """``x / scale``."""
-    factor, inverted = inverse(scale)
+    factor, inverted = inverse(scale, BFLOAT16_MAX)
     return x * factor * inverted
 
 

@@ -26,18 +26,24 @@ def kernels_in(text: str) -> int:
 
 def resources(fun: Callable, *args: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
     """Registers of a thread and bytes spilled, of each kernel in the program."""
+    return list(map(_assembled, assembly(fun, *args)))
+
+
+def assembly(fun: Callable, *args: jax.ShapeDtypeStruct) -> list[str]:
+    """PTX of each kernel in the program that this process has not compiled before."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
             compiled(fun, *args)
         finally:
             del os.environ["MOSAIC_GPU_DUMP_TO"]
-        return [_assembled(file) for file in sorted(Path(folder).glob("*.ptx"))]
+        return [file.read_text() for file in sorted(Path(folder).glob("*.ptx"))]
 
 
-def _assembled(ptx: Path) -> tuple[int, int]:
+def _assembled(ptx: str) -> tuple[int, int]:
     said = subprocess.run(
-        [_ptxas(), "-v", "-arch=sm_90a", ptx, "-o", os.devnull],
+        [_ptxas(), "-v", "-arch=sm_90a", "-", "-o", os.devnull],
+        input=ptx,
         capture_output=True,
         text=True,
         check=True,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxcompact.kernels.quantize import scales
+from jaxcompact.kernels.quantize.api import dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -77,3 +78,35 @@ def test_sixteen_bits_stay_within_their_limits():
     assert size.min() == 2.0**-125 and size.max() == 2.0
     np.testing.assert_array_equal(np.sign(used), np.sign(GRID))
     np.testing.assert_array_equal(scales.load(stored), used)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("fields", "seed"),
+    [
+        ({"bits": 2}, None),
+        ({"bits": 3}, None),
+        ({"bits": 4}, None),
+        ({"bits": 8}, None),
+        ({"bits": 2}, 3),
+        ({"bits": 4}, 3),
+        ({"bits": 8}, 3),
+        ({"bits": 4, "scale_bits": 8}, None),
+        ({"bits": 8, "scale_bits": 8}, None),
+        ({"bits": 4, "symmetric": False}, None),
+        ({"bits": 8, "symmetric": False}, None),
+    ],
+)
+def test_entries_at_the_ends_of_float32_keep_their_sign(fields, seed, sign):
+    """There scales are at their largest, and entries lie beyond the last codes."""
+    most = float(np.finfo(np.float32).max)
+    ends = sign * most * np.float32([[1], [1 - 2**-20], [0.999], [0.998], [0.97]])
+    x = np.full((5, 64), 1e30, np.float32)
+    x[:, :2] = np.concatenate([ends, -0.9999 * ends], 1)
+    kind = {"bits": fields["bits"], "group": 64}
+    stored = quantize(jnp.asarray(x), **{"group": 64, "seed": seed} | fields)
+    found = np.asarray(dequantize(*stored, size=64, dtype=jnp.float32, **kind))
+    assert np.isfinite(found).all()
+    if fields.get("scale_bits") != 8:
+        assert np.all(found[:, 0] * sign > most / 2.1)  # 1 of -2 to 1
+    assert np.all(found[:, 0] * sign > 0) and np.all(found[:, 1] * sign <= 0)
