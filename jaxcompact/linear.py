@@ -90,7 +90,8 @@ def linear(
     else:
         y = _product(x.astype(dtype), kernel.astype(dtype), 0, precision, out_sharding)
     if bias is not None:
-        y += jnp.expand_dims(bias.astype(dtype), range(y.ndim - 1))
+        bias = beside(bias.astype(dtype), y)
+        y += jnp.expand_dims(bias, range(y.ndim - 1))
     return y
 
 

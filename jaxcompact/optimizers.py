@@ -86,12 +86,13 @@ def in_subspace(
             of the subspace chain ``optax.masked(optax.set_to_zero(), ...)`` after it.
 
     Raises ValueError for an unknown ``moment``, for a ``subspace`` or an ``inner`` that
-    is none, for parameters that do not fit the subspace, for an update without
-    ``params``, for a state of other shapes, as of another rank, and for a gradient leaf
-    that is not the sketch that the subspace makes, or of another shape than a parameter
-    that is not in it: several subspaces, of one key and period, go into an
-    `optax.partition`, each in its own. That rules match a kernel which goes to another
-    transform is seen where its label is a leaf's, not where it is a whole module's.
+    is none, for an ``inner`` with several `optax.MultiSteps`, for parameters that do
+    not fit the subspace, for an update without ``params``, for a state of other shapes,
+    as of another rank, and for a gradient leaf that is not the sketch that the subspace
+    makes, or of another shape than a parameter that is not in it: several subspaces, of
+    one key and period, go into an `optax.partition`, each in its own. That rules match
+    a kernel which goes to another transform is seen where its label is a leaf's, not
+    where it is a whole module's.
 
     Source: CompAct (arXiv 2410.15352), algorithm 3; Flora (arXiv 2402.03293) and LDAdam
     (arXiv 2410.16103) for the transfer.
@@ -123,11 +124,17 @@ def in_subspace(
         stands_in = not known and not jax.tree.leaves(params)
         slots = {} if stands_in else subspace.slots(params)
         generation, key = jnp.zeros((), jnp.int32), subspace.key_here()
+        inner_state = inner.init(_sketched(slots, key, generation, params))
+        if (many := len(_all(inner_state, optax.MultiStepsState))) > 1:
+            raise ValueError(
+                f"inner must hold one optax.MultiSteps at most, since P stays for all "
+                f"of its mini-steps, got {many}: put one around all that accumulates"
+            )
         return SubspaceState(
             count=jnp.zeros((), jnp.int32),
             generation=generation,
             key=_fingerprint(key, slots),
-            inner=inner.init(_sketched(slots, key, generation, params)),
+            inner=inner_state,
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -266,8 +273,12 @@ def _is_scalar(value: Any, least: float, most: float) -> bool:
 
 
 def _find(tree: Any, kind: type) -> Any:
+    return next(iter(_all(tree, kind)), None)
+
+
+def _all(tree: Any, kind: type) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, kind))
-    return next((leaf for leaf in leaves if isinstance(leaf, kind)), None)
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _check_sketches(slots: dict[str, Slot], updates: Any, params: Any) -> None:

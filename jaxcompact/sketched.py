@@ -21,7 +21,7 @@ from jaxcompact.projection import Projection
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["weight", "sketch", "key", "layer"],
-    meta_fields=["path", "family", "stack", "projection"],
+    meta_fields=["path", "family", "stack", "projection", "by_hand"],
 )
 @dataclass(frozen=True)
 class SketchedKernel:
@@ -42,6 +42,8 @@ class SketchedKernel:
         family: of the kernels that share z; see `linear`.
         stack: the leading layer axes that the whole parameter has.
         projection: how z is made.
+        by_hand: whether its stack may have been taken apart, reordered or cut by hand.
+            Not traced: what was traced of another kernel is not taken for its own.
     """
 
     weight: jax.Array
@@ -52,10 +54,11 @@ class SketchedKernel:
     family: str
     stack: tuple[int, ...]
     projection: Projection
+    by_hand: bool = False
 
     def __post_init__(self):
         if _by_hand(self.layer, self.stack):
-            _taken_by_hand()
+            object.__setattr__(self, "by_hand", True)
 
     def __jax_array__(self, *_, **__):
         raise ValueError(self._told())
@@ -102,7 +105,7 @@ class _Shared:
     x: jax.Array
     reader: tuple  # what must be the same of all that z serves
     result: tuple[jax.Array, jax.Array | Encoded]
-    key: jax.Array  # that z was made with
+    kernel: SketchedKernel  # that z was made for
     served: dict[str, jax.Array]  # path -> key
     open: bool = True
 
@@ -111,7 +114,6 @@ class _Shared:
 class _Sharing:
     trace: Any  # in which it began
     found: list[_Shared]
-    by_hand: bool = False  # whether stacks are taken apart, reordered or cut by hand
 
 
 _sharing: ContextVar[_Sharing | None] = ContextVar("jaxcompact_sharing", default=None)
@@ -130,14 +132,15 @@ def shared_sketches() -> Iterator[None]:
 def sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     """x and its z, and the sketch to differentiate by.
 
-    x and z are tied together so that z is made when x is, not when it is read.
+    x waits for z, so that z is made when x is, not when it is read. Not z for x: what
+    reads z alone, as the backward pass, needs no x.
     """
 
     def make():
         fixed = jax.lax.stop_gradient(x).astype(dtype)
         z = kernel.projection.stored(kernel.key, fixed)
         z = jax.tree.map(lambda a: checkpoint_name(a, "sketch"), z)
-        return jax.lax.optimization_barrier((x, z))
+        return jax.lax.optimization_barrier((x, z))[0], z
 
     sharing = _sharing.get()
     # What is shared keeps tracers alive, which is all that a check for leaks sees.
@@ -151,7 +154,7 @@ def sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     # What NumPy has may have been changed in place.
     entry = next(entries, None) if isinstance(x, jax.Array) else None
     if entry is None:
-        entry = _Shared(x, reader, make(), kernel.key, {})
+        entry = _Shared(x, reader, make(), kernel, {})
         sharing.found.append(entry)
     elif layer is None and entry.served.get(kernel.path, kernel.key) is not kernel.key:
         # The same kernel with another key: layers of a stack, taken apart by hand,
@@ -160,9 +163,10 @@ def sketched_input(x: jax.Array, kernel: SketchedKernel, dtype):
     if not entry.open:
         return *make(), kernel.sketch
     entry.served[kernel.path] = kernel.key
-    sketch = kernel.sketch
-    if layer is None and sharing.by_hand and kernel.key is not entry.key:
-        sketch = _if_of_one_key(sketch, kernel.key, entry.key)
+    sketch, first = kernel.sketch, entry.kernel
+    by_hand = kernel.by_hand or first.by_hand
+    if layer is None and by_hand and kernel.key is not first.key:
+        sketch = _if_of_one_key(sketch, kernel.key, first.key)
     return *entry.result, sketch
 
 
@@ -192,23 +196,18 @@ class Numbers(np.ndarray):
         return np.arange(math.prod(stack), dtype=np.int32).reshape(stack).view(cls)
 
     def __getitem__(self, index):
-        _taken_by_hand()
         if any(isinstance(i, jax.core.Tracer) for i in jax.tree.leaves(index)):
-            return jnp.asarray(np.asarray(self))[index]
+            # With an axis that what a scan or vmap is at does not have.
+            return jnp.asarray(np.asarray(self))[index][..., None]
         return super().__getitem__(index)
-
-
-def _taken_by_hand() -> None:
-    if sharing := _sharing.get():
-        sharing.by_hand = True
 
 
 def _by_hand(layer: Any, stack: tuple[int, ...]) -> bool:
     """Whether it is neither a stack as it was made nor what a scan or vmap is at."""
-    if not stack or not hasattr(layer, "shape"):
-        return False
     if isinstance(layer, jax.core.Tracer):
         return layer.shape != ()
+    if not stack or not isinstance(layer, np.ndarray | np.generic | jax.Array):
+        return False
     return not np.array_equal(layer, np.arange(math.prod(stack)).reshape(stack))
 
 

@@ -509,8 +509,8 @@ MUTATIONS = [
     Mutation(
         "a gradient by the sketch of another layer",
         "jaxcompact/sketched.py",
-        "if layer is None and sharing.by_hand",
-        "if False and sharing.by_hand",
+        "if layer is None and by_hand",
+        "if False and by_hand",
         "tests/linear/test_sharing.py::test_the_sketch_of_another_layer_is_no_gradient",
     ),
     Mutation(
@@ -587,6 +587,21 @@ MUTATIONS = [
         "not (kind in _EXPONENTIALS and wide)",
         "True",
         "tests/kernels/test_exponential.py::test_what_may_be_approximated",
+    ),
+    Mutation(
+        "a layer that is taken by hand is told by nothing that jax looks at",
+        "jaxcompact/sketched.py",
+        'object.__setattr__(self, "by_hand", True)',
+        "pass",
+        "tests/linear/test_sharing.py::test_what_was_traced_before_is_no_excuse",
+    ),
+    Mutation(
+        "a sketch waits for the input that it is made of",
+        "jaxcompact/sketched.py",
+        "return jax.lax.optimization_barrier((x, z))[0], z",
+        "return jax.lax.optimization_barrier((x, z))",
+        "tests/linear/test_saved.py::"
+        "test_in_a_checkpoint_what_makes_a_sketch_is_not_stored",
     ),
     Mutation(
         "two entries of a group share their noise",

@@ -35,7 +35,8 @@ def plan(
 
     Args:
         block: the function that `jaxcompact.checkpoint` is to wrap.
-        args: its arguments; shapes are enough.
+        args: its arguments, arrays all; shapes are enough. What is none, as a flag, is
+            the block's own: ``functools.partial(block, train=True)``.
         layers: how many of them follow each other.
         params: as in `jaxcompact.checkpoint`.
         options: ``budget``, ``device``, ``max_error``, ``sensitivity``, ``codecs`` and

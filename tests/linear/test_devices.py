@@ -20,6 +20,7 @@ from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
+KEY = jax.random.key(0)
 # How devices (data, tensor) share the layers' kernels, up and down, and x's examples.
 BOTH = "fsdp and tensor"
 LAYOUTS = {
@@ -198,6 +199,30 @@ def test_the_layer_of_nnx_knows_how_its_output_lies():
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[1], expected
     )
+
+
+@pytest.mark.parametrize("spec", ["data", ("data", "tensor")], ids=str)
+def test_a_bias_is_gathered_as_the_kernel_is(spec):
+    """FSDP shares all parameters."""
+    params = {"kernel": scaled(0, 64, 32), "bias": scaled(1, 32)}
+    x, subspace = scaled(2, 8, 64), jc.Subspace({"kernel": jc.Projection(16)}, KEY)
+
+    def gradient(params, x):
+        def loss(p):
+            return jnp.sum(jnp.sin(jc.linear(x, p["kernel"], p["bias"])))
+
+        return jc.value_and_grad(loss, subspace)(params, step=0)
+
+    value, expected = jax.jit(gradient)(params, x)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"))
+    with jax.set_mesh(mesh):
+        params["kernel"] = jax.device_put(params["kernel"], jax.P(None, spec))
+        params["bias"] = jax.device_put(params["bias"], jax.P(spec))
+        found = jax.jit(gradient)(params, jax.device_put(x, jax.P("data")))
+    np.testing.assert_allclose(found[0], value, rtol=1e-6)
+    assert jax.typeof(found[1]["bias"]).sharding.spec == jax.P(spec)
+    for name, grad in expected.items():
+        np.testing.assert_allclose(found[1][name], grad, atol=1e-5)
 
 
 def test_the_key_may_be_made_on_another_mesh():

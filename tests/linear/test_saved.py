@@ -138,3 +138,19 @@ def test_no_array_of_the_kernels_shape_is_made_in_the_backward_pass():
     assert not [line for line in made if "f32[16,40]" in line or "f32[40,16]" in line]
     plain = str(jax.make_jaxpr(jax.grad(lambda p: block(p, x).sum()))(block_params()))
     assert "f32[16,40] = dot_general" in plain or "f32[40,16] = dot_general" in plain
+
+
+def test_in_a_checkpoint_what_makes_a_sketch_is_not_stored():
+    """Two layers in a row: of what lies between the backward pass reads z alone."""
+    space, x = subspace("up|down", rank=0.25), jnp.ones((64, 64))
+    params = {"up": jnp.ones((64, 128)), "down": jnp.ones((128, 64))}
+
+    def twice(params, x):
+        return jnp.tanh(jc.linear(jc.linear(x, params["up"]), params["down"]))
+
+    kept = jc.checkpoint(twice, policy=jc.Policy(default=jc.Save()), params=0)
+    saved = residuals(lambda p, x: kept(p, x).sum(), space, params, x)
+    assert sorted(shape for _, shape, _ in saved) == [(64, 16), (64, 32), (64, 64)]
+    said, tree = with_sketches(lambda p, x: jc.explain(kept, p, x), space, params, 0)
+    rows = {row.name: row for row in said(tree, x).rows}
+    assert rows["x"].stored == rows["custom_vjp_call.0"].stored == 0

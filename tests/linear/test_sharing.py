@@ -162,6 +162,52 @@ def test_the_sketch_of_another_layer_is_no_gradient(fun, right):
     assert all(seen) == right and any(seen)
 
 
+def by_int(kernels):
+    return taken(kernels[0], 0), taken(kernels[1], 1)
+
+
+def by_roll(kernels):
+    """All layers, of which the first is looked at."""
+    return kernels[0], jax.tree.map(lambda a: jnp.roll(a, 1, 0), kernels[1])
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jc.checkpoint])
+@pytest.mark.parametrize("take", [by_int, by_roll, "by a traced index"])
+def test_what_was_traced_before_is_no_excuse(wrap, take):
+    """A layer that a scan had traced is then given kernels of two layers: NaN."""
+    where = {"params": (0, 1)} if wrap is jc.checkpoint else {}
+    both = wrap(lambda q, k, x: jc.linear(x, q) * jc.linear(x, k), **where)
+    space, x = subspace("q|k"), layer_input()
+    params = dict(zip("qk", normal(3, 2, 2, N, N) / 4, strict=True))
+
+    def over(kernels, x):
+        def layer(x, kernels):
+            return jnp.tanh(both(*kernels, x)), None
+
+        return jax.lax.scan(layer, x, kernels)[0]
+
+    def fun(params, x, index):
+        kernels = params["q"], params["k"]
+        x = over(kernels, x)
+        if take is by_int:
+            x = both(*by_int(kernels), x)
+        elif take is by_roll:
+            x = over(by_roll(kernels), x)
+        else:
+            x = both(taken(kernels[0], index), taken(kernels[1], 1 - index), x)
+        return x.sum()
+
+    grad = jc.value_and_grad(fun, space)
+    got = jax.jit(lambda *args: grad(*args, step=0))(params, x, 0)[1]
+    assert np.isnan(got["k"]).any()
+
+    def ordinary(params, x):
+        return over((params["q"], params["k"]), x).sum()
+
+    got = jax.jit(lambda *args: jc.value_and_grad(ordinary, space)(*args, step=0))
+    assert np.isfinite(got(params, x)[1]["k"]).all()
+
+
 def test_a_real_kernel_may_read_a_complex_input():
     """Of the product's derivative the real part, as for a plain kernel; no warning."""
     space, kernel = subspace("w"), layer_params()["kernel"]

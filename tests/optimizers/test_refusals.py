@@ -78,3 +78,14 @@ def test_a_state_of_another_rank_is_refused(inner, moment, optax_promotion):
             update(of_four, state, params)
         _, state = update(of_four, four.init(params), params)
         update(of_four, state, params)
+
+
+def test_accumulations_of_several_lengths():
+    """Of one P would change in the middle of the other."""
+    parts = {"a": optax.MultiSteps(optax.sgd(1.0), 2), "b": optax.sgd(1.0)}
+    labels = jax.tree.map_with_path(lambda path, _: path[0].key, params())
+    labels = jax.tree.map(lambda name: name if name == "a" else "b", labels)
+    jc.in_subspace(subspace(), optax.partition(parts, labels)).init(params())
+    parts["b"] = optax.MultiSteps(optax.sgd(1.0), 3)
+    with pytest.raises(ValueError, match="inner must hold one optax.MultiSteps.*got 2"):
+        jc.in_subspace(subspace(), optax.partition(parts, labels)).init(params())
