@@ -4,9 +4,9 @@
     for text in corpus.documents("train", Tally()):
         ...
 
-A directory whose files (or folders) are named train* and valid* or test* brings its own
-splits: test* is never read. Anything else is split here: about one document in 50 is
-held out, or of fewer than 50 the tail of each.
+A directory whose files (or folders) have train and valid, val, dev, eval or test in
+their names, as words, brings its own splits: test is never read. Anything else is split
+here: about one document in 50 is held out, or of fewer than 50 the tail of each.
 """
 
 import functools
@@ -28,7 +28,11 @@ HELD_OUT = 50  # one document in this many is held out
 
 # Files about the data that lie beside it: not data.
 _ABOUT = {"readme", "license", "licence", "provenance", "manifest"}
-_SPLIT_NAME = re.compile(r"(train|val|test)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
+_SPLIT_NAME = re.compile(
+    r"(?<![a-z])(?:(?P<train>train)|(?P<valid>val|dev|eval)|(?P<test>test))"
+    r"(?:ing|id|idation|uation)?(?![a-z])",
+    re.IGNORECASE,
+)
 _STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 _HUB_CONFIGS = {"allenai/c4": "en"}  # C4 has no default; its papers train on English
 
@@ -141,13 +145,14 @@ def _stdlib_files() -> list[Path]:
 
 
 def _directory_corpus(root: Path) -> FileCorpus:
-    named: dict[str | None, list[Path]] = {"train": [], "val": [], "test": [], None: []}
+    named: dict[str | None, list[Path]]
+    named = {"train": [], "valid": [], "test": [], None: []}
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         parts = path.relative_to(root).parts
         if any(part.startswith(".") for part in parts) or _stem(path) in _ABOUT:
             continue
-        match = next(filter(None, map(_SPLIT_NAME.match, parts)), None)
-        named[match and match[1].lower()].append(path)
+        match = next(filter(None, map(_SPLIT_NAME.search, parts)), None)
+        named[match and match.lastgroup].append(path)
     train, valid, test, rest = named.values()
     if train and (valid or test):
         return FileCorpus(str(root), train, valid or None)

@@ -86,8 +86,10 @@ class DataOptions:
     data: str | None = option(
         None,
         "a file or directory of text, JSON lines (also .gz, .xz, .zst) or Parquet, or "
-        "hf:allenai/c4 (default: the source of Python's standard library). Its tokens "
-        "are kept in jaxcompact/ of XDG_CACHE_HOME, or of ~/.cache",
+        "hf:allenai/c4 (default: the source of Python's standard library). In a "
+        "directory the words train and valid, val, dev, eval or test in names tell the "
+        "splits; test is not read. Its tokens are kept in jaxcompact/ of "
+        "XDG_CACHE_HOME, or of ~/.cache",
     )
     tokenizer: str | None = option(
         None,

@@ -62,6 +62,24 @@ def test_splits_may_be_folders(tmp_path):
     assert splits(write(tmp_path, files)) == (["x"], ["y"])
 
 
+@pytest.mark.parametrize(
+    "train, valid, test",
+    [
+        ("c4-train.00000-of-00001.jsonl", "c4-validation.00000-of-00001.jsonl", ""),
+        ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),
+        ("book_train.txt", "book_valid.txt", "book_TEST.txt"),
+        ("train.txt", "dev.txt", "testing.txt"),
+        ("my training.txt", "my evaluation.txt", "my test.txt"),
+        ("a/train1.txt", "a/eval.txt", "a/test2.txt"),
+    ],
+)
+def test_a_split_is_named_anywhere_in_a_name(tmp_path, train, valid, test):
+    names = {train: "x", valid: "y", test: "never", "latest.txt": "never"}
+    kind = {True: json_lines, False: "".join}
+    files = {n: kind[n.endswith("jsonl")]([text]) for n, text in names.items() if n}
+    assert splits(write(tmp_path, files)) == (["x"], ["y"])
+
+
 def test_test_files_do_not_leak_where_nothing_is_named_valid(tmp_path):
     files = {
         "train.jsonl": json_lines(["a1", "b2", "c3"]),
@@ -74,8 +92,9 @@ def test_a_name_like_a_split_is_no_split_alone(tmp_path):
     train, _ = splits(write(tmp_path, {"train.py": "t1", "model.py": "m1"}))
     assert sorted(train) == ["m", "t"]
     files = {"trainers.txt": "a1", "values.txt": "b1", "testimony.txt": "c1"}
+    files |= {"pretrain.txt": "d1", "my_devices.txt": "e1", "latest.txt": "f1"}
     train, _ = splits(write(tmp_path / "words", files))
-    assert sorted(train) == ["a", "b", "c"]
+    assert sorted(train) == ["a", "b", "c", "d", "e", "f"]
 
 
 def test_one_document_in_fifty_is_held_out(tmp_path):
