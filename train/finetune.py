@@ -319,7 +319,7 @@ def export(job: Job, state: State, data: Data) -> None:
     folder = job.config.folder / "weights"
     model = job.training.model(state.params)
     save_roberta(model, folder, data.splits.task.labels)
-    data.tokenizer.save(folder)
+    data.tokenizer.save(folder, model.cfg.max_seq)
     print(f"weights: {folder}", flush=True)
 
 

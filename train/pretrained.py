@@ -93,4 +93,4 @@ def save(model: nnx.Module, tokenizer: Tokenizer, folder: Path) -> None:
         begins = map(tokenizer.token_id, BEGIN_OF_TEXT)
         begin = next((number for number in begins if number is not None), None)
         save_llama(model, folder, begin=begin, end=tokenizer.eot)
-    tokenizer.save(folder)
+    tokenizer.save(folder, model.cfg.max_seq)

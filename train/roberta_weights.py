@@ -198,6 +198,7 @@ def save_roberta(
         "architectures": [f"Roberta{kind}"],
         **_FIXED,
         **{theirs: getattr(cfg, ours) for ours, theirs in _FIELDS.items()},
+        "attention_probs_dropout_prob": 0.0,
         "max_position_embeddings": cfg.positions,
         "torch_dtype": tensors[_TABLES["embed/embedding"]].dtype.name,
     }

@@ -46,8 +46,11 @@ class Tokenizer(Protocol):
     def token_id(self, token: str) -> int | None:
         """The id of a special token, None if there is none of that name."""
 
-    def save(self, folder: Path) -> None:
-        """Leave in `folder` what `load_saved` needs."""
+    def save(self, folder: Path, max_length: int | None = None) -> None:
+        """Leave in `folder` what `load_saved` needs.
+
+        ``max_length``: the most tokens that the model takes, for other readers.
+        """
 
 
 def load_tokenizer(spec: str | os.PathLike, texts: Iterable[str] = ()) -> Tokenizer:
@@ -124,7 +127,7 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, max_length: int | None = None) -> None:
         pass
 
 
@@ -182,7 +185,7 @@ class JsonTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._inner.decode([int(i) for i in ids])
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, max_length: int | None = None) -> None:
         (folder / "tokenizer.json").write_text(self._text, encoding="utf-8")
         vocab = self._inner.get_vocab()
         tokens = {"eos_token": self._end}
@@ -193,6 +196,9 @@ class JsonTokenizer:
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
+            # Left out, types of segments are given too: GPT-2 embeds them as words.
+            "model_input_names": ["input_ids", "attention_mask"],
+            **({} if max_length is None else {"model_max_length": max_length}),
             **{kind: token for kind, token in tokens.items() if token is not None},
         }
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"

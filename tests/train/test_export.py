@@ -48,6 +48,10 @@ def test_documents_of_a_decoder_end_where_they_did(kind, transformers, tmp_path)
     assert theirs(TEXTS[1]).input_ids == ours.tolist()
     assert theirs.eos_token_id == tokenizer.eot and len(theirs) == tokenizer.vocab_size
     assert theirs.decode(ours) == TEXTS[1]
+    assert set(theirs(TEXTS[1])) == {"input_ids", "attention_mask"}
+    length = theirs.model_max_length
+    assert length == config.max_position_embeddings
+    assert len(theirs("the hat" * 5000, truncation=True).input_ids) == length
 
 
 def test_a_robertas_texts_and_pairs_have_their_ends(transformers, tmp_path):
@@ -58,6 +62,7 @@ def test_a_robertas_texts_and_pairs_have_their_ends(transformers, tmp_path):
         ff=48,
         layers=1,
         heads=4,
+        max_seq=16,
         **special_ids(tokenizer),
     )
     export(Roberta, cfg, tokenizer, tmp_path)
@@ -65,11 +70,16 @@ def test_a_robertas_texts_and_pairs_have_their_ends(transformers, tmp_path):
     first, second = (ids.tolist() for ids in tokenizer.encode(["the cat", "the hat"]))
     assert theirs("the cat").input_ids == [0, *first, 2]
     assert theirs("the cat", "the hat").input_ids == [0, *first, 2, 2, *second, 2]
+    cut = theirs("the cat " * 50, truncation=True)
+    assert set(cut) == {"input_ids", "attention_mask"}
+    assert len(cut.input_ids) == 16  # of 18 positions
     kinds = ("bos", "eos", "cls", "sep", "pad", "unk", "mask")
     found = [getattr(theirs, f"{kind}_token_id") for kind in kinds]
     assert found == [0, 2, 0, 2, 1, 3, 4]
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 2, 1)
+    assert config.attention_probs_dropout_prob == 0  # of hidden states alone
+    assert config.hidden_dropout_prob == cfg.dropout > 0
 
 
 def test_a_robertas_vocabulary_may_have_the_end_of_text_of_gpt2(tmp_path):

@@ -95,6 +95,7 @@ def test_what_is_written_is_what_was_read(name, tmp_path):
         for folder in (GOLDEN / name, tmp_path / "new" / "folder")
     )
     same = theirs.keys() & ours.keys() - {"id2label", "label2id"}
+    same -= {"attention_probs_dropout_prob"}  # of it nothing drops out here
     assert {"architectures", "max_position_embeddings", "pad_token_id"} <= same
     assert {field: ours[field] for field in same} == {f: theirs[f] for f in same}
     assert ours.get("id2label", {"0": "a"})["0"] == "a"

@@ -144,6 +144,8 @@ def test_several_classes_a_text_are_learned_and_exported(weights, tmp_path):
     config = json.loads((folder / "weights" / "config.json").read_text())
     assert config["problem_type"] == "multi_label_classification"
     assert list(config["id2label"].values()) == names
+    said = json.loads((folder / "weights" / "tokenizer_config.json").read_text())
+    assert said["model_max_length"] == MICRO.max_seq
     loaded = load_roberta(folder / "weights").cfg
     assert (loaded.labels, loaded.multi_label) == (3, True)
 
