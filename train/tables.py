@@ -7,6 +7,7 @@ as wide as the first, so that a quotation mark left open does not take rows away
 import csv
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from readers import DataError, open_data
 _JSON = (".jsonl", ".json", ".ndjson")
 _SUFFIXES = (".tsv", ".csv", *_JSON)
 _COMPRESSED = ("", ".gz", ".xz", ".zst")
+DEV = ("dev", "valid", "validation", "val", "eval", "test")  # the first that is there
 
 # "file:line", and the columns that the line has; under None what its header lacks
 Row = tuple[str, dict[str | None, Any]]
@@ -53,8 +55,9 @@ def read_splits(
     """The splits in one file: those of an object of JSON, or train alone.
 
     The object has lists of rows, ``{"train": [["a text", "its class"], ...], ...}``,
-    which are objects where columns have names; what has a split's name at its end, as
-    CLINC150's oos_train has, is part of it.
+    which are objects where columns have names; what has a split's name among its words,
+    as oos_train and validation_matched have, is part of it. Raises DataError where none
+    but train is told by its name.
     """
     text = _text(path)
     splits = _object(path, text) if _suffix(path) == ".json" else None
@@ -62,12 +65,19 @@ def read_splits(
         return {"train": _rows(path, text, columns, needed)}
     found: dict[str, list[Row]] = {}
     for name, rows in splits.items():
-        split = found.setdefault(name.rpartition("_")[2], [])
+        words = re.findall("[a-z]+", name.lower())
+        known = (word for word in reversed(words) if word in ("train", *DEV))
+        split = found.setdefault(next(known, name), [])
         for number, row in enumerate(rows, start=1):
             place = f"{path}:{name}:{number}"
             split.append((place, _named(place, row, columns)))
     if "train" not in found:
         raise DataError(f"{path}: no train among its splits, {', '.join(splits)}")
+    if len(found) > 1 and found.keys().isdisjoint(DEV):
+        raise DataError(
+            f"{path}: no held-out split among {', '.join(splits)}: one must have one "
+            f"of {', '.join(DEV)} as a word of its name"
+        )
     return {name: iter(rows) for name, rows in found.items()}
 
 

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from readers import DataError
-from tables import Columns, Row, find_table, read_splits, read_table
+from tables import DEV, Columns, Row, find_table, read_splits, read_table
 
 HELD_OUT = 10  # of a file alone one example in this many is held out
 _LARGEST = float(np.finfo(np.float32).max)  # of ratings, which train as float32
-_DEV = ("dev", "valid", "validation", "val", "test")  # the first that is there
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Task:
         multi_label: an example has several of the classes, one, or none.
         scores: of `scores.SCORES`; the first is that of the papers' tables.
         dev: the held-out files, without their suffix; none for the first of dev,
-            valid, validation, val, test that is there.
+            valid, validation, val, eval, test that is there.
         columns: of files without a header.
         broken: the files are known to have lines that lack columns, left out.
         batch_size: the papers'.
@@ -157,11 +156,11 @@ def read_task(task: Task, path: str | Path) -> Splits:
         raise DataError(f"--task-data must exist, got {path}")
     if path.is_file() and not task.dev:
         tables = read_splits(path, task.columns, needed)
-        dev = [name for name in _DEV if name in tables][:1]
+        dev = [name for name in DEV if name in tables][:1]
         tables = {name: tables[name] for name in ("train", *dev)}
     elif path.is_dir():
         files = {"train": find_table(path, ("train",))}
-        for names in [(name,) for name in task.dev] or [_DEV]:
+        for names in [(name,) for name in task.dev] or [DEV]:
             file = find_table(path, names)
             files[file.name.partition(".")[0]] = file
         tables = {n: read_table(f, task.columns, needed) for n, f in files.items()}

@@ -40,6 +40,24 @@ def test_columns_of_pairs_and_lists_of_classes(tmp_path):
     assert splits.train == [Example(("a", "b"), (0, 1)), Example(("c", "d"), ())]
 
 
+@pytest.mark.parametrize(
+    "names, read",
+    [
+        (["eval"], "eval"),
+        (["validation_matched", "validation_mismatched", "test"], "validation"),
+        (["test.clean", "Dev.clean", "dev-other"], "dev"),
+    ],
+)
+def test_held_out_splits_have_their_word_anywhere(names, read, tmp_path):
+    held_out = {name: [[f"of {name}", "p"]] for name in names}
+    rows = [[f"text {i}", "pq"[i % 2]] for i in range(100)]
+    data = write(tmp_path / "data.json", {"train": rows} | held_out)
+    splits = read_task(PAIRS, data)
+    taken = [Example((f"of {n}",), 0) for n in names if n.lower().startswith(read)]
+    assert len(splits.train) == 100
+    assert splits.dev == {read: taken}
+
+
 def test_train_alone_is_cut(tmp_path):
     rows = [[f"text {i}", "pq"[i % 2]] for i in range(100)]
     splits = read_task(PAIRS, write(tmp_path / "data.json", {"train": rows}))
@@ -67,6 +85,11 @@ def test_lines_of_json_are_no_splits(tmp_path):
         ('{"train": [[' + "9" * 5000 + "]]}", "data.json: no JSON .Exceeds the limit"),
         ({"train": [["a"]]}, "data.json:train:1: the line has no column '2'"),
         ({"training": [["a", "b"]]}, "no train among its splits, training"),
+        (
+            {"train": [["a", "b"]] * 50, "holdout": [["c", "d"]]},
+            "data.json: no held-out split among train, holdout: one must have one of "
+            "dev, valid, validation, val, eval, test as a word of its name",
+        ),
         ({"train": [["a", "b"], ["c", "d"]], "val": []}, "no example in val"),
         (CLINC | {"val": [["a", "x"]]}, "data.json:val:1: 2 must be one of .*; 'x'"),
     ],
