@@ -349,7 +349,8 @@ def evaluate(
 
     Raises NotFinite for predictions that are none.
     """
-    size, task = job.config.batch_size, data.splits.task
+    config, task = job.config, data.splits.task
+    size = config.batch_size // config.task.accumulate
     place = NamedSharding(job.mesh, P(sharding.BATCH))
     predicted, target = {}, {}
 
@@ -367,7 +368,7 @@ def evaluate(
                 f"{len(logits_nc)} examples of {name}"
             )
         if task.multi_label:
-            threshold = job.config.threshold
+            threshold = config.threshold
             predicted[name] = logits_nc > math.log(threshold / (1 - threshold))
         else:
             predicted[name] = logits_nc.argmax(-1) if task.labels else logits_nc[:, 0]

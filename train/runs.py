@@ -23,7 +23,8 @@ from readers import DataError
 from training import State, all_finite
 
 FAULTS = (NotFinite, CheckpointError, DataError, OSError)
-LESS = "less memory takes a smaller --batch-size, --accumulate, or --checkpoint int4"
+LESS = "less memory takes a smaller --batch-size, a larger --accumulate, or "
+LESS += "--checkpoint int4"
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -81,7 +81,7 @@ def test_no_memory_for_a_batch_is_said(arguments, tmp_path, capsys, monkeypatch)
         raise MemoryError("Unable to allocate 8.00 TiB")
 
     monkeypatch.setattr(finetune, "read_batch", read_batch)
-    told = "Unable to allocate 8.00 TiB; less memory takes a smaller --batch-size"
+    told = "8.00 TiB; less memory takes a smaller --batch-size, a larger --accumulate"
     assert told in refused(capsys, [*arguments, "--out", str(tmp_path)])
 
 

@@ -118,6 +118,28 @@ def test_scores_of_two_held_out_sets_and_of_both(weights, tmp_path):
     }
 
 
+def test_evaluation_is_in_microbatches_with_the_same_scores(arguments):
+    (config,) = finetune_options.parse([*arguments, "--method", "exact"])
+    data = finetune.load_data(config)
+    job = finetune.prepare(config, data, finetune.load_params(config, data))
+
+    def scores(accumulate):
+        task = dataclasses.replace(config.task, accumulate=accumulate)
+        there = dataclasses.replace(config, task=task)
+        job_there, sizes = dataclasses.replace(job, config=there), set()
+
+        def by_first_word(params, tokens_bt):
+            sizes.add(len(tokens_bt))
+            return jnp.stack([tokens_bt[:, 1] % 3, tokens_bt[:, 1] % 2], axis=-1)
+
+        found = finetune.evaluate(by_first_word, job.abstract, job_there, data, 1)
+        return found, sizes
+
+    whole, sizes = scores(1)
+    assert sizes == {16} and 0 < whole["accuracy"] < 1
+    assert scores(4) == (whole, {4})
+
+
 @pytest.mark.slow
 def test_several_classes_a_text_are_learned_and_exported(weights, tmp_path):
     """Cat, dog and tree, each said to be there or not; many texts have none."""

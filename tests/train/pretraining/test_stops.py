@@ -194,7 +194,7 @@ def test_no_memory_for_a_batch_is_said(book, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(pretrain, "read_batch", read_batch)
     given = ["--data", str(book), *SMALL, "--out", str(tmp_path / "out")]
-    told = "Unable to allocate 8.00 TiB; less memory takes a smaller --batch-size"
+    told = "8.00 TiB; less memory takes a smaller --batch-size, a larger --accumulate"
     assert told in refused(capsys, given)
 
 
