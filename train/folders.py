@@ -29,6 +29,7 @@ _held: set[Path] = set()  # locks of this process, to its end
 _COMMON = ("task", "model", "data", "data_and_weights", "seed", "steps")
 _COMMON += ("batch_size", "seq_len", "accumulate", "eval_batches", "threshold")
 _COMMON += ("weights", "dropout", "dtype", "param_dtype")
+_COMMON += ("warmup", "weight_decay", "clip", "text_columns", "label_column")
 
 
 def hold(folder: Path) -> None:
