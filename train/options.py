@@ -14,7 +14,7 @@ from methods import CHECKPOINT, Method, Name
 # The options that a method reads; of `Method` itself all others stay as they are.
 READS = {
     "exact": ("checkpoint",),
-    "remat": ("checkpoint",),
+    "remat": (),
     "compact": (
         "checkpoint",
         "rank",
@@ -60,7 +60,7 @@ class MethodOptions:
     checkpoint: str | None = option(
         None,
         "what the backward pass finds of a block: a policy of jax.checkpoint or of "
-        "jaxcompact.checkpoint",
+        "jaxcompact.checkpoint; remat finds nothing",
         choices=tuple(CHECKPOINT),
     )
     rank: int | float | None = option(

@@ -16,6 +16,7 @@ from jaxcompact.paths import map_named
 from jaxcompact.subspace import with_sketches
 from llama import Llama
 from methods import Method
+from options import MethodOptions
 from tests.cases import slow
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -62,6 +63,13 @@ def test_updates_have_the_parameters_shapes(name, params):
     shapes = jax.tree.map(jnp.shape, updates)
     assert jax.tree.leaves(shapes) == jax.tree.leaves(jax.tree.map(jnp.shape, params))
     assert all(bool(u.any()) for u in jax.tree.leaves(updates))
+
+
+def test_remat_recomputes_whatever_the_others_keep():
+    options = MethodOptions("exact,remat", checkpoint="int4")
+    options.check()
+    found = [options.of(name).checkpoint for name in options.names]
+    assert found == ["int4", "nothing"]
 
 
 def test_galore_projects_every_matrix_and_nothing_else(params):

@@ -111,6 +111,7 @@ def test_batches_without_a_finite_loss_are_skipped_also_after_a_resume(
         (["--method", "exact,adam"], "--method must be one or several of exact, remat"),
         (["--method", "exact,exact"], "got 'exact,exact'"),
         (["--method", "exact", "--bits", "4"], "--bits is not an option of exact"),
+        (["--method", "remat", "--checkpoint", "int4"], "is not an option of remat"),
         (["--rank", "0.0"], "rank must be a positive int or float of Python"),
         (["--rank", "1.5"], "at most 1.0, got 1.5"),
         (["--rank", "33"], "rank must not be above the layer's input width 32, got 33"),
