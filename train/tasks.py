@@ -9,6 +9,7 @@ tables.py has the files' own forms.
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,6 +178,8 @@ def read_task(task: Task, path: str | Path) -> Splits:
     if empty := [name for name in rows if not rows[name]]:
         raise DataError(f"{path}: no example in {', '.join(empty)}")
     if task.labels is None:
+        if isinstance(task.columns, range):
+            _require_no_header(together)
         names = sorted({name for row in together for name in row[2]}, key=_order)
         if len(names) < 2:
             raise DataError(f"{path}: classes must be two or more, train has {names}")
@@ -208,6 +211,22 @@ def _labelled(
         texts = zip(task.texts, texts, strict=True)
         strings = tuple(_string(place, name, text) for name, text in texts)
         yield place, strings, _names(task, place, label)
+
+
+def _require_no_header(rows: list[Labelled]) -> None:
+    """Of numbered columns: a header is a row whose class no other row has.
+
+    Where classes are rare, or rows few, that says nothing.
+    """
+    place, _, names = rows[0]
+    counts = Counter(name for row in rows for name in row[2])
+    alone = len(names) == 1 and counts[names[0]] == 1
+    if alone and len(rows) >= max(20, 5 * len(counts)):
+        raise DataError(
+            f"{place}: --text-columns and --label-column must be names where a file "
+            f"has a header; the class of the first row, {names[0]!r}, is of no other "
+            f"(an example may stand further down)"
+        )
 
 
 def _names(task: Task, place: str, label: Any) -> tuple[str, ...]:

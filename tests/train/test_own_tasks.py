@@ -131,6 +131,20 @@ def test_a_whole_number_is_one_class_however_json_writes_it(tmp_path):
     assert read_task(task, tmp_path / "all.jsonl").task.labels == ("1", "2", "0.5")
 
 
+@pytest.mark.parametrize("kind", ["classify", "tag"])
+def test_a_header_is_no_example_of_numbered_columns(kind, tmp_path):
+    path, task = tmp_path / "all.csv", own_task("1", "2", kind)
+    rows = [f"text {i},{'xy'[i % 2]}\n" for i in range(19)]
+    path.write_text("".join(["text,kind\n", *rows]))
+    told = "all.csv:1: --text-columns and --label-column must be names .* 'kind', is of"
+    with pytest.raises(DataError, match=told):
+        read_task(task, path)
+    path.write_text("".join([*rows, "text,kind\n"]))  # whatever it is, no header
+    assert read_task(task, path).task.labels == ("kind", "x", "y")
+    path.write_text("".join(["text,kind\n", *rows[:8]]))  # too few to tell
+    assert read_task(task, path).task.labels == ("kind", "x", "y")
+
+
 @pytest.mark.parametrize("texts", ["", "a,,b", "a,b,c", "1"])
 def test_columns_that_cannot_be(texts):
     with pytest.raises(DataError, match="--text-columns"):
