@@ -23,7 +23,8 @@ class PlanOptions:
     )
     plan_device: str | None = option(
         None,
-        "card that is planned for (default: the one that is here, or h200)",
+        "card that is planned for (default: the one that is here, or h200). The step "
+        "is this machine's: without a GPU say --dtype bfloat16, and attention is XLA's",
         choices=tuple(devices()),
     )
     max_error: float | None = option(

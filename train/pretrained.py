@@ -35,7 +35,9 @@ class Pretrained:
             return str(path)
         if self.cfg.vocab_size == ByteTokenizer.vocab_size:
             return "bytes"
-        raise DataError(f"{path}: no such file; --tokenizer names a tokenizer.json")
+        raise DataError(
+            f"{path}: no such file; --tokenizer names a tokenizer.json, or is bytes"
+        )
 
     @property
     def name(self) -> str:
