@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from numbers import Integral
 from typing import Any
 
 from jaxcompact.memory.cards import find_device, here
@@ -141,8 +140,8 @@ def _meeting(limit: int, one: tuple[int, int], other: tuple[int, int]) -> int:
 
 def parse_bytes(text: int | str, name: str = "budget") -> int:
     """A number of bytes, ``"16GiB"`` or ``"80 GB"``; ``name`` is for errors."""
-    if isinstance(text, Integral) and not isinstance(text, bool) and text > 0:
-        return int(text)
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if not isinstance(text, str) or not match or match[2] not in _UNITS:
         units = ", ".join(filter(None, _UNITS))
