@@ -9,7 +9,14 @@ from jax.extend.core import Literal
 from jaxcompact.arrays import is_inexact
 from jaxcompact.differences import is_square, narrow, pair
 from jaxcompact.graph import Graph, Op, bodies, number, state_of
-from jaxcompact.kinds import LAYOUT, REDUCTIONS, SOLVES, expensive, renames
+from jaxcompact.kinds import (
+    LAYOUT,
+    REDUCTIONS,
+    SOLVES,
+    expensive,
+    renames,
+    rules_algebra,
+)
 
 # A small absolute error in what these read is a large one in what they make: at zero,
 # at one, at infinity.
@@ -213,7 +220,7 @@ def steeply_read(op: Op) -> list[int]:
         return [v for v in op.reads if v == op.ins[1]]
     if op.kind == "pow" or (op.kind == "integer_pow" and op.eqn.params["y"] < 0):
         return [v for v in op.reads if v == op.ins[0]]
-    if op.kind in _STEEP or op.kind in SOLVES:
+    if op.kind in _STEEP or op.kind in SOLVES or rules_algebra(op):
         return op.reads
     if op.kind in _POLES and jnp.iscomplexobj(op.eqn.invars[0].aval):
         return op.reads

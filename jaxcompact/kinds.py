@@ -104,6 +104,13 @@ def renames(op: Op) -> bool:
     return op.kind in _ALIAS
 
 
+def rules_algebra(op: Op) -> bool:
+    """Whether it has a rule of its own, and linear algebra inside, as pinv: terms of
+    the rule cancel, if what it read and what it made belong together."""
+    ruled = op.kind in ("custom_jvp_call", "custom_vjp_call")
+    return ruled and is_any(op, LINEAR_ALGEBRA)
+
+
 def is_any(op: Op, kinds: Collection[str]) -> bool:
     """Whether it is one of these kinds, or one of them is inside it."""
     bodies = map(graph_of, op.jaxprs)

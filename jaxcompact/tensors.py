@@ -33,6 +33,7 @@ from jaxcompact.kinds import (
     REDUCTIONS,
     expensive,
     renames,
+    rules_algebra,
 )
 from jaxcompact.loops import exact_outputs
 from jaxcompact.phases import find_phases
@@ -157,7 +158,8 @@ class Tensors:
                 enlarged=value in enlarged,
                 divisor=tensor.divisor
                 or value in divisors | phases
-                or kind in LINEAR_ALGEBRA,
+                or kind in LINEAR_ALGEBRA
+                or (op is not None and rules_algebra(op)),
                 # A softmax over segments is then normalized as its terms are rounded.
                 cheap=tensor.cheap
                 or value in again

@@ -6,6 +6,7 @@ import pytest
 
 import jaxcompact as jc
 from tests.candidates import S, W, X, candidates
+from tests.draws import normal
 
 
 @jax.custom_vjp
@@ -14,6 +15,41 @@ def by_hand(y):
 
 
 by_hand.defvjp(lambda y: (jnp.log(y), 2 * y), lambda y, c: (2 * c / y,))
+
+
+@jax.custom_vjp
+def inverse(y):
+    return jnp.linalg.inv(y)
+
+
+inverse.defvjp(lambda y: (inverse(y),) * 2, lambda z, c: (-z.T @ c @ z.T,))
+
+
+@jax.custom_jvp
+def turned(y):
+    return jnp.linalg.inv(y)
+
+
+@turned.defjvp
+def turned_forward(primals, tangents):
+    z = turned(*primals)
+    return z, -z @ tangents[0] @ z
+
+
+@pytest.mark.parametrize("solve", [jnp.linalg.inv, jnp.linalg.pinv, inverse, turned])
+def test_inverses_by_rules_of_their_own_are_exact(solve):
+    """Terms cancel, if what a rule reads is the inverse of what it read: all whole."""
+    w, x, c = normal(0, 64, 64, scale=1 / 8), normal(1, 64, 64), normal(2, 32, 32)
+
+    def f(w, x):
+        return solve(jnp.tanh(x @ w)[:32, :32] + 4 * jnp.eye(32))
+
+    def gradient(f):
+        return jax.jit(jax.grad(lambda w: jnp.sum(f(w, x) * c)))(w)
+
+    found = gradient(jc.checkpoint(f, policy=jc.policies.int4(), params=0))
+    exact = gradient(f)
+    assert jnp.linalg.norm(found - exact) < 1e-4 * jnp.linalg.norm(exact)
 
 
 @pytest.mark.parametrize(

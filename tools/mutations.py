@@ -574,6 +574,13 @@ MUTATIONS = [
         "test_error_of_nearest_rounding_of_normal_values",
     ),
     Mutation(
+        "rules with linear algebra inside are as others",
+        "jaxcompact/kinds.py",
+        "return ruled and is_any(op, LINEAR_ALGEBRA)",
+        "return False",
+        "tests/test_divisors.py::test_inverses_by_rules_of_their_own_are_exact",
+    ),
+    Mutation(
         "no entry is thought to lie below the lowest code",
         "kernels/quantize/levels.py",
         "within = bits < 8 and scale_bits == 16 and not stochastic",

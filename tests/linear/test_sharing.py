@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 from tests.draws import normal
 from tests.linear.layers import M, N, layer_input, layer_params, loss, subspace
 
@@ -171,7 +172,7 @@ def by_roll(kernels):
     return kernels[0], jax.tree.map(lambda a: jnp.roll(a, 1, 0), kernels[1])
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, jc.checkpoint])
+@pytest.mark.parametrize("wrap", [jax.jit, slow(jax.checkpoint), jc.checkpoint])
 @pytest.mark.parametrize("take", [by_int, by_roll, "by a traced index"])
 def test_what_was_traced_before_is_no_excuse(wrap, take):
     """A layer that a scan had traced is then given kernels of two layers: NaN."""
