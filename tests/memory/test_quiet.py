@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.cases import slow
+
 WRITES = """
 import ctypes, os, sys
 from jaxcompact.memory.quiet import without
@@ -21,7 +23,7 @@ print("after", file=stream)
 """
 
 
-@pytest.mark.parametrize("descriptor", [1, 2])
+@pytest.mark.parametrize("descriptor", [1, slow(2)])
 def test_noise_is_left_out_and_all_else_comes(descriptor):
     code = [sys.executable, "-c", WRITES.format(descriptor)]
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}

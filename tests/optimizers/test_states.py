@@ -10,6 +10,7 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.optimizers import SubspaceState
+from tests.cases import slow
 from tests.optimizers.sketched import M, R, gradients, params, subspace
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -68,7 +69,7 @@ def test_another_kind_gives_nan_and_another_codec_changes_nothing():
     assert jnp.isnan(updates["a"]["kernel"]).all()
 
 
-@pytest.mark.parametrize("moment", ["reset", "transfer", "keep"])
+@pytest.mark.parametrize("moment", [slow("reset"), "transfer", "keep"])
 def test_moments_of_wide_parameters_are_wide(moment, optax_promotion):
     """In float64 ten updates differ from their like in float32 by its rounding."""
     with jax.enable_x64(True):
