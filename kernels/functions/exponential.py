@@ -16,8 +16,8 @@ def exp(x: jax.Array) -> jax.Array:
     """exp of x, of its dtype.
 
     Of 16 bits within ``2^-22 + |x| 2^-23`` of itself before it is rounded, which is to
-    exp's own neighbour but for 2 of bfloat16's 65280 finite x, and 1 of float16's (on a
-    CPU, of normal float32 numbers).
+    exp's own neighbour but for 2 of bfloat16's 65280 finite x, and 1 of float16's, at
+    most (on a CPU, of normal float32 numbers).
     """
     return _exp(x, _LOG2_E).astype(x.dtype) if x.dtype.itemsize == 2 else jnp.exp(x)
 

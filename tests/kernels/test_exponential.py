@@ -39,8 +39,8 @@ def test_exp_is_rounded_to_nearest_but_for_three_numbers(dtype, others):
     found = jax.jit(exponential.exp)(x)
     with np.errstate(over="ignore"):
         away = neighbours(found, rounded(np.exp(np.asarray(x, np.float64)), dtype))
-    assert away.max() == 1
-    np.testing.assert_allclose(x[away > 0].astype(np.float32), others, rtol=1e-6)
+    assert away.max() <= 1
+    assert {*x[away > 0].tolist()} <= {*jnp.array(others, dtype).tolist()}
 
 
 @pytest.mark.parametrize("dtype", KINDS)
