@@ -37,6 +37,7 @@ _POSITIVE = frozenset("abs cosh erfc exp exp2 logistic sqrt square".split())
 _SQUARED = frozenset("convert_element_type div mul reduce_sum select_n".split())
 _SUMS = frozenset("add convert_element_type div max mul reduce_max reduce_sum".split())
 _Followed = tuple[int, bool, bool]  # a value, whether it is squared, and guarded
+_Sum = tuple[Op, bool]  # that a norm is made of, and whether it is of squares
 _TERMS = 8  # of the longest sum of squares that might vanish as a whole
 _GUARD = 1.0  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
@@ -161,28 +162,28 @@ def find_divisors(
     return {value for value, *_ in found}
 
 
-def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, bool]:
+def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, list[_Sum]]:
     """Where `find_divisors` ends: norms, variances, and what is made of them and read.
 
     Of a row or channel that is small beside its neighbours nothing may be left once it
     is rounded; its norm, made again, would be zero. In front of a broadcast. A sum that
-    a constant guards is one as well. Each with whether it is a sum of squares.
+    a constant guards is one as well. Each with what sums, and whether squares.
     """
     facts, neither = _Facts(graph), set()
     found = {}
     for op in graph.ops:
         for value in (narrow(v, graph) for v in steeply_read(op)):
             near = [value, *_beside_one(op, value, facts)]
-            of_squares = [_of_squares(v, fixed, facts, neither) for v in near]
-            if any(said is not None for said in of_squares):
-                found[value] = all(said is not False for said in of_squares)
+            ends = [_end_of(v, fixed, facts, neither) for v in near]
+            if sums := [end for end in ends if end is not None]:
+                found[value] = sums
     return found
 
 
-def _of_squares(
+def _end_of(
     value: int, fixed: Collection[int], facts: _Facts, neither: set[_Followed]
-) -> bool | None:
-    """Of a norm, by what is followed back, whether squares are summed up; else None.
+) -> _Sum | None:
+    """Of a norm what sums, by what is followed back, and whether squares; else None.
 
     ``neither``: what was followed before, to no norm.
     """
@@ -197,9 +198,9 @@ def _of_squares(
         squared |= is_square(op)
         sources = _sources(op, value, squared, facts)
         if op.kind in REDUCTIONS and (guarded or not sources):
-            return squared or not facts.squares.isdisjoint(op.reads)
+            return op, squared or not facts.squares.isdisjoint(op.reads)
         if guarded and op.kind in ("scatter-add", "dot_general"):
-            return False  # degrees of nodes, of which the guard is a small one
+            return op, False  # degrees of nodes, of which the guard is a small one
         if op.kind in ("max", "clamp") and not sources:
             guarded, sources = True, op.reads
         todo += [(v, squared, guarded) for v in sources]

@@ -1,11 +1,12 @@
 """Which tensor gets which action."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, get_args
 
 from jaxcompact.codecs import BitMask, Chain, Codec, Narrow, Offload, Quantized
+from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.tensor import TERMS, Tensor
 
 
@@ -315,6 +316,10 @@ class Compress:
                 # Beside an outlier's, in 4 bits, the small ones of a group are zero.
                 larger = replace(self.codec, bits=8)
                 return larger, "a loss's difference or correlations"
+            rows = of_rows(self.codec, tensor) if self.scores is not None else None
+            if rows is not None:
+                each = "channel" if rows.standardized else "head"
+                return rows, f"a norm is taken of each {each}"
         return self.codec, "expensive to make again"
 
     def _decide_exact(self, tensor: Tensor) -> tuple[Action, str]:
@@ -327,6 +332,29 @@ class Compress:
         if tensor.dtype == bool:
             return BitMask(), "one bit an entry"
         return _few_bits(tensor) or (Save(), "integers stay exact")
+
+
+def of_rows(codec: Quantized, tensor: Tensor) -> Quantized | None:
+    """Standardized, where a norm is taken of each channel; of each head, in groups of
+    one. None where neither is so."""
+    row, within = tensor.row, codec.bound is not None or tensor.bound is not None
+    if row is None or codec.axis != -1 or row >= codec.group_size or within:
+        return None
+    if row == 1:
+        return replace(codec, standardized=True)
+    sizes = (n for n in range(row, 7, -1) if row % n == 0)
+    size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
+    return size and replace(codec, group_size=size)
+
+
+def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec]:
+    """The codecs, as `of_rows` gives them if what is done is such."""
+    row = tensor.row
+    if row is None or not isinstance(action, Quantized):
+        return list(codecs)
+    if not action.standardized if row == 1 else row % action.group_size:
+        return list(codecs)
+    return [isinstance(c, Quantized) and of_rows(c, tensor) or c for c in codecs]
 
 
 def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:

@@ -6,7 +6,7 @@ itself. Chains of elementwise operations, norms, reshapes are made again from th
 costs no memory traffic that is not there anyway, and is exact.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from jaxcompact.arrays import is_inexact
@@ -37,6 +37,7 @@ from jaxcompact.kinds import (
 )
 from jaxcompact.loops import exact_outputs
 from jaxcompact.phases import find_phases
+from jaxcompact.rows import find_rows
 from jaxcompact.scores import (
     find_attention,
     find_tables,
@@ -107,7 +108,8 @@ class Tensors:
         if self.found.move_to_slices(exponents, self.tables):
             self.found.move_to_sums()
         self.found.cut_chains()
-        enlarged = self._add_norms()
+        norms = find_norms(self.graph, self.fixed)
+        enlarged = self._add_norms(norms)
         of = graph, given, self.data, self.fixed
         near, bells = find_differences(*of, moving)
         products, factors = find_correlations(*of, known)
@@ -117,6 +119,9 @@ class Tensors:
         steep = bells | find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data)
         self._describe(moving, exponents, enlarged, steep)
+        sums = {op for ends in norms.values() for op, _ in ends}
+        for value, row in find_rows(graph, sums, self.found.keys()).items():
+            self.found.change(value, row=row)
 
     def _find_data(self) -> None:
         for op in self.graph.ops:
@@ -265,10 +270,9 @@ class Tensors:
                         discrete=discrete,
                     )
 
-    def _add_norms(self) -> set[int]:
+    def _add_norms(self, norms: Mapping[int, Sequence[tuple[Op, bool]]]) -> set[int]:
         """What rows or channels are divided by; of which loops of products give those
         is returned."""
-        norms = find_norms(self.graph, self.fixed)
         products: dict[int, set[int]] = {}  # and what is cheaply made of them
         enlarged: set[int] = set()
         for op in self.graph.ops:
@@ -285,7 +289,7 @@ class Tensors:
                     value,
                     cheap=False,
                     statistic=False,
-                    normed=norms[value] and of_product,
+                    normed=of_product and all(squares for _, squares in norms[value]),
                 )
                 if self.found[value].normed:
                     enlarged |= products[value]

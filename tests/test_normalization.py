@@ -11,7 +11,6 @@ from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import named, problem_of
 from tests.attention_cases import W, X
 from tests.cases import slow
-from tests.draws import normal
 from tests.steep_cases import errors
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -76,40 +75,3 @@ def test_a_plan_makes_no_norm_again_of_what_is_rounded():
     gradient = make_gradient(plan)[0](w, x)
     exact = jax.grad(lambda w: jnp.sum(jnp.sin(fun({"w": w}, x))))(w)
     assert jnp.linalg.norm(gradient - exact) < jnp.linalg.norm(exact)
-
-
-def of_channels(h):
-    return (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
-
-
-def of_heads(h):
-    h = h.reshape(64, 8, 16)
-    return (h * jax.lax.rsqrt((h**2).mean(-1, keepdims=True) + 1e-6)).reshape(64, 128)
-
-
-@pytest.mark.parametrize(
-    ("norm", "codec"),
-    [
-        (of_channels, jc.Quantized(4, axis=-2, symmetric=False)),
-        (of_heads, jc.Quantized(4, group_size=16)),
-    ],
-)
-def test_groups_of_one_channel_or_head_take_any_sizes(norm, codec):
-    """README's: sizes of e^N(0, 1), which the norm takes away, change nothing."""
-    sizes = jnp.exp(jnp.repeat(normal(3, 8), 16))
-    params = {k: normal(i, 128, 128, scale=1 / 11) for i, k in enumerate("ab")}
-    params["a"] *= sizes
-    x, ct = normal(2, 64, 128), normal(4, 64, 128)
-
-    def f(params, x):
-        return jax.nn.relu(norm(x @ params["a"])) @ params["b"]
-
-    def gradient(f):
-        return jax.jit(jax.grad(lambda p: jnp.sum(f(p, x) * ct)))(params)["b"]
-
-    def error(policy):
-        small = jc.checkpoint(f, policy=policy, params=0)
-        exact = gradient(f)
-        return jnp.linalg.norm(gradient(small) - exact) / jnp.linalg.norm(exact)
-
-    assert 0 < error(jc.policies.compress(codec)) < 0.12  # int4: 0.7 and 0.4

@@ -39,6 +39,7 @@ LAYERS = (
         "pullbacks",
         "schedule",
         "regions",
+        "rows",
         "bounded",
     },
     {"scores"},

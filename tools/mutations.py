@@ -302,9 +302,23 @@ MUTATIONS = [
     Mutation(
         "the last group of tokens is filled up",
         "jaxcompact/codecs/quantized.py",
-        "size, whole = -(-size // count), 8",
-        "size, whole = count * self.group_size, 8",
+        "some = longest, *range(longest // 8 * 8, 0, -8)",
+        "some = (longest,)",
         "tests/codecs/test_quantized.py::test_tokens_are_in_groups_that_are_alike",
+    ),
+    Mutation(
+        "channels share groups before a batch norm",
+        "jaxcompact/rows.py",
+        "return 1 if _last(sum(before, [])) > 1 else row if row > 1 else None",
+        "return row if row > 1 else None",
+        "tests/test_rows.py::test_sizes_that_a_norm_takes_away_change_nothing",
+    ),
+    Mutation(
+        "deviations are of what is far from zero",
+        "jaxcompact/codecs/quantized.py",
+        "deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), least))",
+        "deviation = jnp.sqrt(jnp.maximum(square, least))",
+        "tests/codecs/test_quantized.py::test_standardized_channels_are_as_others",
     ),
     Mutation(
         "scores of a table of positions are stored",
@@ -459,7 +473,7 @@ MUTATIONS = [
     Mutation(
         "a norm is made again of what is rounded",
         "jaxcompact/tensors.py",
-        "        enlarged = self._add_norms()\n",
+        "        enlarged = self._add_norms(norms)\n",
         "        enlarged = set()\n",
         "tests/test_normalization.py::test_a_norm_of_what_is_rounded_away_stays",
     ),

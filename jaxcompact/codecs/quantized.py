@@ -10,7 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
+from jaxcompact.codecs.codec import (
+    Codec,
+    in_parts,
+    in_rows,
+    is_float,
+    merged,
+    narrowed,
+)
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.normalize import api as normalization
@@ -22,7 +29,7 @@ from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["codes", "scales", "lows"],
+    data_fields=["codes", "scales", "lows", "moments"],
     meta_fields=["shape", "dtype", "parts"],
 )
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class Encoded:
 
     ``lows``, the groups' least values, are None for a symmetric codec. In ``parts``
     above 1 the grouped axis is split in so many, each of which has groups of its own.
+    ``moments`` are the channels' means and deviations, bfloat16 ``[2, ..., channels]``,
+    of a standardized codec.
     """
 
     codes: jax.Array
@@ -39,6 +48,7 @@ class Encoded:
     shape: tuple[int, ...]
     dtype: jnp.dtype
     parts: int = 1
+    moments: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +92,8 @@ class Quantized(Codec):
     last group of a longer row is filled up. If the last axis is grouped, and is shorter
     than a group, trailing axes are merged first; where groups half as long take less,
     they are, but of 32 at least: of 96 entries three of 32, not two of 64. ``axis=-2``
-    is channel-wise: groups of consecutive tokens, apart for each channel. They are as
-    few as there must be, and no longer than so many must be, in eights: of 197 tokens
-    four groups of 56, not of 64.
+    is channel-wise: groups of consecutive tokens, apart for each channel, as long, in
+    eights, as takes the least: of 197 tokens five of 40, not four of 56.
 
     Under explicit sharding groups begin anew on each device where its part of a row is
     no multiple of a group: codes are then others than on one device, and nothing is
@@ -108,6 +117,11 @@ class Quantized(Codec):
         bound: for what a function reads that is flat beyond it. Beyond, steps are 16
             times as large, and what is larger than 19/3 of it, an infinity as well,
             saturates there. A group's largest is then 4/3 of the bound at most.
+        standardized: what is quantized is ``(x - mean) / deviation`` of each channel,
+            an index of the last axis, over all other axes and all devices: for what a
+            batch norm reads, whose channels differ in size. Both are stored besides, in
+            bfloat16. A deviation is 2^-10 of the mean at least; a channel that reaches
+            above 1e19 is divided by 2^63 alone.
 
     Raises ValueError for arguments outside these, for dtypes that are not floating
     point, and for arrays that lack the axis.
@@ -130,6 +144,7 @@ class Quantized(Codec):
     axis: int = -1
     scale_bits: int = 16
     bound: float | None = None
+    standardized: bool = False
 
     def __post_init__(self):
         if type(self.bits) is not int or self.bits not in (1, 2, 3, 4, 8):
@@ -141,7 +156,7 @@ class Quantized(Codec):
                 f"group_size must be a positive multiple of {whole} for {self.bits} "
                 f"bits, got {size!r}"
             )
-        for name in ("symmetric", "stochastic"):
+        for name in ("symmetric", "stochastic", "standardized"):
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -155,6 +170,10 @@ class Quantized(Codec):
         if self.bound is not None and not known:
             raise ValueError(
                 f"bound must be None or a number from 1e-30 to 1e30, got {self.bound!r}"
+            )
+        if self.bound is not None and self.standardized:
+            raise ValueError(
+                f"bound must be None if standardized is True, got {self.bound!r}"
             )
 
     def supports(self, dtype: Any) -> bool:
@@ -173,11 +192,11 @@ class Quantized(Codec):
     def _group(self, size: int) -> int:
         """The length of a group, of so many entries along the axis."""
         whole, longest = unit(self.bits), self.group_size
-        if size > longest and self.axis != -1:
-            count = -(-size // longest)
-            size, whole = -(-size // count), 8  # which kernels take
-        elif size > longest and longest % 64 == 0:  # kernels take 32s, and no less
-            return min((longest, longest // 2), key=partial(self._row_bits, size))
+        if size > longest:  # of those that kernels take
+            some = (longest, longest // 2) if longest % 64 == 0 else (longest,)
+            if self.axis != -1:
+                some = longest, *range(longest // 8 * 8, 0, -8)
+            return min(some, key=partial(self._row_bits, size))
         return min(longest, max(1, -(-size // whole)) * whole)
 
     def _row_bits(self, size: int, group: int) -> int:
@@ -188,6 +207,10 @@ class Quantized(Codec):
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:
         """``x`` in codes and scales."""
         self._require(x, seed)
+        shape, dtype, moments = x.shape, x.dtype, None
+        if self.standardized:
+            moments = _moments(narrowed(x))
+            x = _standardized(narrowed(x), moments)
         rows = in_rows(x, self._grouped(x.shape))
         group = self._group(rows.shape[self.axis])
         rows, parts = in_parts(rows, self.axis, group)
@@ -201,14 +224,15 @@ class Quantized(Codec):
             bound=self.bound,
             seed=seed if self.stochastic else None,
         )
-        return Encoded(codes, scales, lows, x.shape, x.dtype, parts)
+        return Encoded(codes, scales, lows, shape, dtype, parts, moments)
 
     def quantizes(self, x: Any) -> bool:
         """Whether a kernel makes all that `encode` gives of such an array, at once.
 
         It is not said of noise, which is XLA's under vmap, and of axes that are merged.
         """
-        if self.stochastic or self._grouped(x.shape) != x.shape:
+        plain = not (self.stochastic or self.standardized)
+        if not plain or self._grouped(x.shape) != x.shape:
             return False
         group = self._group(x.shape[self.axis])
         return api.in_one_pass(x, bits=self.bits, group=group, axis=self.axis)
@@ -229,7 +253,8 @@ class Quantized(Codec):
             dtype=encoded.dtype,
             bound=self.bound,
         )
-        return x.reshape(shape).reshape(encoded.shape)
+        x = x.reshape(shape).reshape(encoded.shape)
+        return x if encoded.moments is None else _restored(x, encoded.moments)
 
     def activates(
         self, f: Callable[..., jax.Array], xs: Sequence[Any], parameters: Sequence[Any]
@@ -241,9 +266,9 @@ class Quantized(Codec):
         )
 
     def _in_rows(self, shape: tuple[int, ...]) -> bool:
-        """Whether groups are those of rows, rounded to nearest."""
+        """Whether groups are those of rows, of x itself, rounded to nearest."""
         rows = self.axis == -1 and self._grouped(shape) == shape
-        return rows and not self.stochastic
+        return rows and not (self.stochastic or self.standardized)
 
     def activate(
         self,
@@ -305,7 +330,7 @@ class Quantized(Codec):
         self._require(x, 0)
         shape = *x.shape[:-1], p_nr.shape[-1]
         rows = self.axis == -1 and self._grouped(shape) == shape
-        if not rows or self.bound is not None:
+        if not rows or self.bound is not None or self.standardized:
             return self.encode(product(x, p_nr))
         codes, scales, lows = project(
             x,
@@ -325,7 +350,8 @@ class Quantized(Codec):
         Where there is no such kernel, x is decoded first.
         """
         whole = encoded.parts == 1 and self._grouped(encoded.shape) == encoded.shape
-        if self.axis != -1 or not whole or self.bound is not None:
+        plain = self.bound is None and encoded.moments is None
+        if self.axis != -1 or not whole or not plain:
             tokens = tuple(range(dy.ndim - 1))
             numbers = (tokens, tokens), ((), ())
             return jax.lax.dot_general(self.decode(encoded), dy, numbers, **product)
@@ -342,6 +368,43 @@ class Quantized(Codec):
         )
 
 
+_WIDEST = 2.0**63  # the deviation of a channel that has none in float32
+
+
+def _moments(x: jax.Array) -> jax.Array:
+    """Mean and deviation of each index of the last axis, bfloat16.
+
+    The product of a deviation and what is decoded is exact then: that a sum is fused
+    with it changes nothing.
+    """
+    values = x.astype(jnp.float32)
+    axes = tuple(range(x.ndim - 1))
+    # As batch norms find them: XLA then finds both from one reading of x.
+    mean, square = (
+        jnp.mean(v, axes, keepdims=True) for v in (values, jnp.square(values))
+    )
+    least = jnp.maximum(jnp.square(mean) * 2.0**-20, 1e-30)
+    deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), least))
+    known = jnp.isfinite(square)
+    found = jnp.where(known, mean, 0), jnp.where(known, deviation, _WIDEST)
+    return jax.lax.reduce_precision(jnp.stack(found), 8, 7).astype(jnp.bfloat16)
+
+
+def _standardized(x: jax.Array, moments: jax.Array) -> jax.Array:
+    mean, deviation = moments.astype(jnp.float32)
+    # A little wider: nothing finite is to be decoded to an infinity.
+    divisor = jnp.where(deviation < _WIDEST, deviation, _WIDEST * (1 + 2**-6))
+    return ((x.astype(jnp.float32) - mean) / divisor).astype(x.dtype)
+
+
+def _restored(x: jax.Array, moments: jax.Array) -> jax.Array:
+    mean, deviation = moments.astype(jnp.float32)
+    values = x.astype(jnp.float32) * deviation + mean
+    if x.dtype == jnp.float16:  # of which a step is no small part of the largest
+        values = jnp.clip(values, -65504.0, 65504.0)
+    return values.astype(x.dtype)
+
+
 def fitted[C: Codec](codec: C, x: jax.Array) -> C:
     """The codec with ``symmetric`` as a sample of the data asks for.
 
@@ -355,7 +418,7 @@ def fitted[C: Codec](codec: C, x: jax.Array) -> C:
     >>> import jax, jaxcompact as jc
     >>> jc.codecs.fitted(jc.Quantized(4), jax.nn.relu(jax.numpy.arange(-3.0, 9.0)))
     Quantized(bits=4, group_size=64, symmetric=False, stochastic=False, axis=-1,
-              scale_bits=16, bound=None)
+              scale_bits=16, bound=None, standardized=False)
     """
     if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
         raise ValueError(f"x must be an array with known values, got {x}")

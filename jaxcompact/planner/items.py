@@ -19,6 +19,7 @@ from jaxcompact.policy import (
     Derivative,
     Recompute,
     Save,
+    alike,
     of_value,
 )
 from jaxcompact.reals import reals_of
@@ -113,7 +114,8 @@ def item_of(
         here = isinstance(asked, Codec) and not asked.host_nbytes(shape, tensor.dtype)
         actions += [asked] if here else []
     else:
-        actions += [c for c in codecs if _is_offered(c, tensor.dtype, shape, card)]
+        offered = (c for c in codecs if _is_offered(c, tensor.dtype, shape, card))
+        actions += alike(offered, asked, tensor)
     if card.host_bandwidth and Offload().supports(tensor.dtype):
         actions.append(Offload())
     options = tuple(map(option, dict.fromkeys(actions)))

@@ -25,7 +25,7 @@ from jaxcompact.planner.effects import (
     require_codecs,
 )
 from jaxcompact.planner.probing import Probing, Under
-from jaxcompact.policy import Action, ChoosesActions, Policy
+from jaxcompact.policy import Action, ChoosesActions, Policy, alike
 from jaxcompact.reals import as_reals
 from jaxcompact.sources import Residual
 from jaxcompact.tensor import Tensor
@@ -284,5 +284,5 @@ def _codecs(tensor: Tensor, own: Codec, codecs: Sequence[Codec]) -> tuple[Codec,
     if tensor.scores is not None and isinstance(own, Quantized):
         bits = (c.bits for c in codecs if isinstance(c, Quantized))
         found += (replace(own, bits=b) for b in bits)
-    found += (c for c in codecs if c.supports(tensor.dtype))
+    found += alike((c for c in codecs if c.supports(tensor.dtype)), own, tensor)
     return tuple(dict.fromkeys(found))

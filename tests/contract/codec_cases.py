@@ -100,6 +100,23 @@ def bounded_bound(codec: Quantized, x: np.ndarray) -> np.ndarray:
     return off
 
 
+def standardized_bound(codec: Quantized, x: np.ndarray) -> np.ndarray:
+    """That of the standardized, times a deviation; and the 2^-8 of bfloat16, which
+    moments and what is standardized may have."""
+    if not x.size:
+        return x
+    axes = tuple(range(x.ndim - 1))
+    mean, square = (v.mean(axes, keepdims=True) for v in (x, x * x))
+    least = np.maximum(mean**2 / 2**20, 1e-30)
+    deviation = np.sqrt(np.maximum(square - mean**2, least))
+    mean, deviation = (v.astype(jnp.bfloat16).astype(float) for v in (mean, deviation))
+    z = (x - mean) / deviation
+    # Of two ends that are nearly as far either may have the code more.
+    ends = (np.where(side, z * (1 + 2**-7), z) for side in (z > 0, z < 0))
+    bound = np.maximum(*(quantized_bound(codec, a) for a in ends)) * deviation
+    return bound * (1 + 2**-7) + 2**-8 * (abs(x - mean) + abs(mean))
+
+
 def outlier_bound(codec: OutlierQuantized, x: np.ndarray) -> np.ndarray:
     """As quantized with a zero in each group, and the 2^-8 of bfloat16."""
     plain = Quantized(codec.bits, codec.group_size, codec.symmetric)
@@ -199,6 +216,13 @@ CASES = [
         (30 * (32 + 1), 15 + 1),
         largest=1000.0,
         **SLOW,
+    ),
+    # Two numbers of each of 130 channels, of 3.
+    Case(
+        Quantized(4, standardized=True),
+        (30 * (16 + 2) + 130 * 4, 8 + 2 + 3 * 4),
+        standardized_bound,
+        largest=1e18,
     ),
     Case(Quantized(4, bound=1.5), (30 * (16 + 2), 8 + 2), bounded_bound),
     # 2 slots and 1: six rows and five, 2 bytes each and for the index.
