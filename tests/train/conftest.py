@@ -2,12 +2,12 @@
 
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+
+from tests.train.processes import Fork, Forks
 
 TRAIN = Path(__file__).resolve().parents[2] / "train"
 
@@ -35,39 +35,36 @@ pretrain.curves.plot = lambda out: None  # a second a run
 
 @pytest.fixture(scope="session")
 def pretrain_process(tmp_path_factory):
-    """``(*arguments, devices=1, cache=..., code=..., **keywords of Popen) -> Popen``.
+    """``(*arguments, devices=1, cache=..., code=...) -> Fork``.
 
     ``cache`` is where tokens are; ``code`` runs after `CHILD`; what is printed is to be
     read from ``stdout``.
     """
     folder = tmp_path_factory.mktemp("processes")
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "OPENBLAS_NUM_THREADS": "1",  # or a process that forks has threads
+        "PYTHONPATH": f"{TRAIN}:{TRAIN.parent}",
+    }
+    server = Forks(CHILD, environment)
 
     def start(
         *arguments,
         devices: int = 1,
         cache: Path = folder,
         code: str = "sys.exit(pretrain.main())",
-        **keywords,
-    ) -> subprocess.Popen:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "OPENBLAS_NUM_THREADS": "1",  # or a process that forks has threads
-            "XDG_CACHE_HOME": str(cache),
-            "PYTHONPATH": f"{TRAIN}:{TRAIN.parent}",
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", CHILD + code, *map(str, arguments)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            **keywords,
+    ) -> Fork:
+        code = (
+            f"import jax; jax.config.update('jax_num_cpu_devices', {devices})\n{code}"
+        )
+        return server.start(
+            code, [*map(str, arguments)], {"XDG_CACHE_HOME": str(cache)}
         )
 
-    return start
+    yield start
+    server.close()
 
 
 @pytest.fixture

@@ -3,19 +3,17 @@
 Each goes on from its last good step, to the bit, or stops and says what and where.
 """
 
-import contextlib
 import os
 import random
 import shutil
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import metrics
+from tests.train.processes import Fork
 
 # A new P each third step, a checkpoint each fourth, an evaluation each fifth.
 RUN = "--batch-size 4 --seq-len 16 --eval-batches 2 --method compact --period 3"
@@ -56,7 +54,7 @@ def losses_of(out: Path) -> dict[tuple[int, str], float]:
     }
 
 
-def until(process: subprocess.Popen, event: str, count: int = 1) -> None:
+def until(process: Fork, event: str, count: int = 1) -> None:
     """Reads what the process prints until it begins something for the n-th time."""
     printed = []
     for line in process.stdout:
@@ -64,8 +62,6 @@ def until(process: subprocess.Popen, event: str, count: int = 1) -> None:
         count -= line == f"@ {event}\n"
         if not count:
             return
-        if line.startswith("exit"):
-            break
     pytest.fail(f"ended before: {''.join(printed)}")
 
 
@@ -78,30 +74,6 @@ def resumed(pretrain_process, arguments, out, *step, **keywords) -> dict:
     return losses_of(out)
 
 
-FORKS = """
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        print(os.getpid(), flush=True)
-        os._exit(pretrain.main(line.split()))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    # On a line of its own: what was killed may have begun one.
-    print("\\nexit", code, flush=True)
-"""
-
-
-@contextlib.contextmanager
-def forked(pretrain_process) -> Iterator[subprocess.Popen]:
-    """A process that has imported all, and forks for each line of arguments."""
-    server = pretrain_process(code=FORKS, stdin=subprocess.PIPE)
-    try:
-        yield server
-    finally:
-        server.stdin.close()
-        server.stdout.close()
-        server.wait()
-
-
 @pytest.mark.parametrize("kills", [3, 20])  # one of each event; and many
 def test_a_run_killed_many_times_repeats_the_undisturbed_one(
     pretrain_process, arguments, undisturbed, tmp_path, kills
@@ -109,25 +81,18 @@ def test_a_run_killed_many_times_repeats_the_undisturbed_one(
     """In steps, saves and evaluations; each goes on from what the one before left."""
     moments = random.Random(0)
     checkpoints = tmp_path / "compact/checkpoints"
-    line = " ".join([*arguments, "--out", str(tmp_path), "--resume\n"])
     inside = dict.fromkeys(("save", "evaluation"), 0)
-    with forked(pretrain_process) as server:
-        for number in range(kills):
-            server.stdin.write(line)
-            server.stdin.flush()
-            child = int(server.stdout.readline())
-            event = ("step", "save", "evaluation")[number % 3]
-            until(server, event, moments.randint(1, 5 if event == "step" else 2))
-            time.sleep(moments.uniform(0, 0.03))
-            os.kill(child, signal.SIGKILL)
-            done = False
-            for last in server.stdout:
-                done |= last == f"@ {event} done\n"
-                if last.startswith("exit"):
-                    break
-            assert last == f"exit {-signal.SIGKILL}\n"
-            inside["save"] += any(checkpoints.glob("*.unfinished"))
-            inside["evaluation"] += event == "evaluation" and not done
+    for number in range(kills):
+        process = pretrain_process(*arguments, "--out", tmp_path, "--resume")
+        event = ("step", "save", "evaluation")[number % 3]
+        until(process, event, moments.randint(1, 5 if event == "step" else 2))
+        time.sleep(moments.uniform(0, 0.03))
+        process.kill()
+        printed = process.communicate()[0]
+        assert process.returncode == -signal.SIGKILL, printed
+        inside["save"] += any(checkpoints.glob("*.unfinished"))
+        done = f"@ {event} done" in printed.splitlines()
+        inside["evaluation"] += event == "evaluation" and not done
     # Or the moments are too late to mean anything.
     assert kills < 20 or all(inside.values()), inside
     assert resumed(pretrain_process, arguments, tmp_path) == undisturbed

@@ -3,13 +3,13 @@
 import json
 import signal
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import metrics
+from tests.train.processes import Fork
 
 # A new P each third step, a checkpoint each fourth.
 RUN = "--batch-size 8 --seq-len 16 --eval-batches 2 --method compact --period 3"
@@ -28,7 +28,7 @@ def losses_of(out: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
-def end(processes: list[subprocess.Popen], code: int | None = 0) -> list[str]:
+def end(processes: list[Fork], code: int | None = 0) -> list[str]:
     """What they printed, after all have ended with that code."""
     printed = [process.communicate(timeout=300)[0] for process in processes]
     codes = [process.returncode for process in processes]
@@ -36,7 +36,7 @@ def end(processes: list[subprocess.Popen], code: int | None = 0) -> list[str]:
     return printed
 
 
-def until_save(process: subprocess.Popen, count: int) -> None:
+def until_save(process: Fork, count: int) -> None:
     lines = []
     for line in process.stdout:
         lines.append(line)
@@ -55,7 +55,7 @@ def start(pretrain_process, arguments):
 
     def processes(
         count: int, mesh: str, out: Path, *more, devices: int = 1, each: Any = None
-    ) -> list[subprocess.Popen]:
+    ) -> list[Fork]:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]

@@ -17,12 +17,13 @@ from flax import nnx
 import pretrain
 from checkpoint import Checkpoints
 from tests.train.pretraining.runs import MICRO, SMALL, losses_of, rows_of
+from tests.train.processes import Fork
 from weights import load_llama
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
-def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+def wait_for_step(process: Fork | subprocess.Popen, folder: Path, step: int) -> None:
     """Until there is a checkpoint of the step or a later one, and rows after it."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
