@@ -188,8 +188,8 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
         param_dtype=jnp.dtype(config.weights.param_dtype),
     )
     # Parameters and optimizer state on every device, a share of each batch on each.
-    mesh = sharding.make_mesh(None)
-    abstract = sharding.placed(make_training().abstract, mesh)
+    mesh, plain = sharding.make_mesh(None), make_training()
+    abstract = sharding.placed(plain.abstract, mesh)
 
     def of_batch(x: np.ndarray) -> jax.ShapeDtypeStruct:
         spec = P(None, sharding.BATCH) if x.ndim > 1 else P()
@@ -206,7 +206,7 @@ def prepare(config: Config, data: Data, loaded: tuple[Any, Any]) -> Job:
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
     resume = config.output.resume is not False
     microbatch = jax.tree.map(lambda x: x[0], first)
-    state = functools.partial(jax.jit(make_training().init), params)
+    state = functools.partial(jax.jit(plain.init), params)
     with jax.set_mesh(mesh):
         plans = Plans.first(planner, config.folder, resume, state, microbatch)
     everything = [data.train.tokens_nt, data.train.target_n]

@@ -152,7 +152,8 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
         dtype=jnp.dtype(dtype),
         param_dtype=jnp.dtype(model.param_dtype),
     )
-    abstract = sharding.placed(make_training().abstract, mesh)
+    plain = make_training()
+    abstract = sharding.placed(plain.abstract, mesh)
     tokens_abt = jax.ShapeDtypeStruct(
         (data.accumulate, data.batch_size // data.accumulate, data.seq_len + 1),
         jnp.int32,
@@ -165,7 +166,7 @@ def prepare(config: Config, dataset: Dataset, begin: Pretrained | None = None) -
 
     params = begin.params if begin else None
     planner = Planner(config.plan, make_training, make_step, cfg.layers)
-    state = functools.partial(jax.jit(make_training().init), params)
+    state = functools.partial(jax.jit(plain.init), params)
     resume = config.output.resume is not False
     with jax.set_mesh(mesh):
         plans = Plans.first(planner, config.folder, resume, state, batch)

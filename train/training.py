@@ -75,7 +75,8 @@ class Training:
             attention=attention,
             rngs=nnx.Rngs(seed),
         )
-        self.graphdef = nnx.graphdef(nnx.eval_shape(self.make_model))
+        model = nnx.eval_shape(self.make_model)
+        self.graphdef = nnx.graphdef(model)
         self.subspace = method.subspace(seed)
         self.optimizer = methods.optimizer(
             method,
@@ -86,7 +87,8 @@ class Training:
             clip=clip,
         )
         self.value_and_grad = methods.value_and_grad(self.loss, self.subspace)
-        self.abstract: State = jax.eval_shape(self.init)  # shapes and dtypes
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        self.abstract: State = jax.eval_shape(self.init, params)  # shapes and dtypes
 
     def init(self, params: Any = None) -> State:
         """The first state, with these parameters or with new ones."""
