@@ -250,7 +250,9 @@ class Compress:
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
 
-    ``scores`` and ``attention`` are None to be as all others. Products of two
+    ``scores`` and ``attention`` are None to be as all others. With ``scores`` a
+    `Quantized` codec is standardized for what norms of channels read, and has groups
+    of a head for what norms of heads shorter than a group read. Products of two
     activations over at most 128 terms are made again: that takes fewer operations than
     encoding takes bytes. Scores, whose codes are larger, over twice as many, and those
     of a table of parameters as well (relative positions, learned queries).
@@ -352,9 +354,10 @@ def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec
     row = tensor.row
     if row is None or not isinstance(action, Quantized):
         return list(codecs)
-    if not action.standardized if row == 1 else row % action.group_size:
+    such = action.standardized if row == 1 else row % action.group_size == 0
+    if not such:
         return list(codecs)
-    return [isinstance(c, Quantized) and of_rows(c, tensor) or c for c in codecs]
+    return [(isinstance(c, Quantized) and of_rows(c, tensor)) or c for c in codecs]
 
 
 def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:

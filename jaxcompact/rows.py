@@ -20,7 +20,7 @@ Parts = list[tuple[int, bool]]
 def find_rows(
     graph: Graph, sums: Iterable[Op], stored: Collection[int]
 ) -> dict[int, int]:
-    """Of stored values that norms read, the entries of the last axis to be in a group.
+    """Of values to be stored that norms read, the last axis's entries in one group.
 
     One where the norm sums over what is before the last axis, channel by channel; as
     many as a head has where it sums over a part of that axis. Others are left out.
@@ -34,20 +34,22 @@ def find_rows(
         for source in op.reads:
             shape, axes = graph.avals[source].shape, op.eqn.params["axes"]
             parts = [(size, i in axes) for i, size in enumerate(shape) if size > 1]
-            for value, here in _behind(source, parts, graph).items():
+            for value, here in _behind(source, parts, graph, stored).items():
                 row = _row(graph.avals[value].shape, here) if value in stored else None
                 if row is not None:
                     found[value] = min(row, found.get(value, row))
     return found
 
 
-def _behind(value: int, parts: Parts, graph: Graph) -> dict[int, Parts]:
-    """What a value is made of, entry by entry."""
+def _behind(
+    value: int, parts: Parts, graph: Graph, stored: Collection[int]
+) -> dict[int, Parts]:
+    """What a value is made of, entry by entry, to what is stored."""
     found = {value: parts}
     todo = [value]
     for value in todo:
         op = graph.made_by.get(value)
-        if op is None or expensive(op):
+        if op is None or expensive(op) or value in stored:
             continue
         parts = _before(op, found[value], graph)
         size = graph.avals[value].size

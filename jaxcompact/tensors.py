@@ -120,7 +120,8 @@ class Tensors:
         steep |= find_expanded(graph, given, self.data)
         self._describe(moving, exponents, enlarged, steep)
         sums = {op for ends in norms.values() for op, _ in ends}
-        for value, row in find_rows(graph, sums, self.found.keys()).items():
+        stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
+        for value, row in find_rows(graph, sums, stored).items():
             self.found.change(value, row=row)
 
     def _find_data(self) -> None:
