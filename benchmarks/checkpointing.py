@@ -60,6 +60,7 @@ POLICIES = {
     "int4 in groups of 32": jc.policies.compress(Q(4, 32)),
     "int4, asymmetric": jc.policies.compress(Q(4, symmetric=False)),
     "int4, stochastic": jc.policies.compress(Q(4, stochastic=True)),
+    "int4, standardized": jc.policies.compress(Q(4, standardized=True)),
     "int4, outlier channels kept": jc.policies.compress(jc.OutlierQuantized(4)),
     "int4, rotated": jc.policies.compress(jc.Chain(jc.Hadamard(64), Q(4))),
     "float8": jc.policies.compress(jc.Float8()),
@@ -88,6 +89,7 @@ TRAINED = (
     "uniform int4",
     "int4 in groups of 32",
     "int4, asymmetric",
+    "int4, standardized",
 )
 
 
