@@ -223,9 +223,10 @@ def _require_stores(codec: Codec, tensor: Tensor) -> None:
 
 
 def bounded(action: Action, tensor: Tensor) -> Action:
-    """Within the tensor's bound, if the action has none."""
-    if type(action) is Quantized and action.bound is None:
-        return replace(action, bound=tensor.bound)
+    """Within the tensor's bound, if the action has none; channels are alike then."""
+    bound = tensor.bound
+    if type(action) is Quantized and action.bound is None and bound is not None:
+        return replace(action, bound=bound, standardized=False)
     return action
 
 

@@ -68,6 +68,13 @@ def errors(fun, w, x, policy):
     return [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs if b.any()]
 
 
+def test_what_is_bounded_is_not_standardized():
+    codec = jc.Quantized(4, standardized=True)
+    found = stored(of(jnp.tanh), W, X, jc.policies.compress(codec))
+    assert found["dot_general.0"].startswith("Quantized(bits=4, bound=")
+    assert found["x"] == "Quantized(bits=4, standardized=True)"
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("scale", [slow(1), 4, 32])
 @pytest.mark.parametrize(
