@@ -96,7 +96,9 @@ def _row(shape: tuple[int, ...], parts: Parts) -> int | None:
     row = _last(whole)
     if row >= shape[-1]:
         return row if row < prod(shape) else None
-    return 1 if _last(sum(before, [])) > 1 else row if row > 1 else None
+    if _last(sum(before, [])) > 1:
+        return 1
+    return row if row > 1 else None
 
 
 def _last(parts: Parts) -> int:

@@ -9,6 +9,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
+from tests.counted import Counted
 from tests.draws import normal
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -143,31 +144,6 @@ def test_a_model_without_parameters_is_told_so():
         grad(nnx.Dropout(0.5), X, step=0)
 
 
-class Counted(nnx.Module):
-    def __init__(self):
-        self.linear, self.calls = cnnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0
-
-    def count(self, x):
-        self.calls += 1
-        return self.linear(x)
-
-    def remember(self, x):
-        self.last = nnx.Cache(x)
-        return self.linear(x)
-
-    def write(self, x):
-        self.linear.bias[...] += 1
-        return self.linear(x)
-
-    def overwrite(self, x):
-        self.linear.kernel.set_value(jnp.ones((16, 16)))
-        return self.linear(x)
-
-    def add(self, x):
-        self.scale = nnx.Param(jnp.ones(16))
-        return self.linear(x)
-
-
 @pytest.mark.parametrize(
     ("method", "message"),
     [
@@ -179,7 +155,7 @@ class Counted(nnx.Module):
     ],
 )
 def test_what_a_gradient_would_lose_is_refused(method, message):
-    model = Counted()
+    model = Counted(cnnx.Linear)
     sketched = jc.Subspace({"linear/kernel": jc.Projection(4)}, jax.random.key(0))
     grad = cnnx.value_and_grad(lambda m, x: getattr(m, method)(x).sum(), sketched)
     if message:
@@ -187,7 +163,7 @@ def test_what_a_gradient_would_lose_is_refused(method, message):
             grad(model, X, step=0)
     else:
         grad(model, X, step=0)
-        plain = Counted()
+        plain = Counted(cnnx.Linear)
         nnx.grad(lambda m, x: getattr(m, method)(x).sum())(plain, X)
         state = nnx.state(model), nnx.state(plain)
         jax.tree.map(np.testing.assert_array_equal, *state)

@@ -10,14 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcompact.codecs.codec import (
-    Codec,
-    in_parts,
-    in_rows,
-    is_float,
-    merged,
-    narrowed,
-)
+from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
+from jaxcompact.codecs.moments import moments_of, restored, standardized
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.normalize import api as normalization
@@ -209,8 +203,8 @@ class Quantized(Codec):
         self._require(x, seed)
         shape, dtype, moments = x.shape, x.dtype, None
         if self.standardized:
-            moments = _moments(narrowed(x))
-            x = _standardized(narrowed(x), moments)
+            moments = moments_of(x)
+            x = standardized(x, moments)
         rows = in_rows(x, self._grouped(x.shape))
         group = self._group(rows.shape[self.axis])
         rows, parts = in_parts(rows, self.axis, group)
@@ -254,7 +248,7 @@ class Quantized(Codec):
             bound=self.bound,
         )
         x = x.reshape(shape).reshape(encoded.shape)
-        return x if encoded.moments is None else _restored(x, encoded.moments)
+        return x if encoded.moments is None else restored(x, encoded.moments)
 
     def activates(
         self, f: Callable[..., jax.Array], xs: Sequence[Any], parameters: Sequence[Any]
@@ -366,43 +360,6 @@ class Quantized(Codec):
             dtype=encoded.dtype,
             **product,
         )
-
-
-_WIDEST = 2.0**63  # the deviation of a channel that has none in float32
-
-
-def _moments(x: jax.Array) -> jax.Array:
-    """Mean and deviation of each index of the last axis, bfloat16.
-
-    The product of a deviation and what is decoded is exact then: that a sum is fused
-    with it changes nothing.
-    """
-    values = x.astype(jnp.float32)
-    axes = tuple(range(x.ndim - 1))
-    # As batch norms find them: XLA then finds both from one reading of x.
-    mean, square = (
-        jnp.mean(v, axes, keepdims=True) for v in (values, jnp.square(values))
-    )
-    least = jnp.maximum(jnp.square(mean) * 2.0**-20, 1e-30)
-    deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), least))
-    known = jnp.isfinite(square)
-    found = jnp.where(known, mean, 0), jnp.where(known, deviation, _WIDEST)
-    return jax.lax.reduce_precision(jnp.stack(found), 8, 7).astype(jnp.bfloat16)
-
-
-def _standardized(x: jax.Array, moments: jax.Array) -> jax.Array:
-    mean, deviation = moments.astype(jnp.float32)
-    # A little wider: nothing finite is to be decoded to an infinity.
-    divisor = jnp.where(deviation < _WIDEST, deviation, _WIDEST * (1 + 2**-6))
-    return ((x.astype(jnp.float32) - mean) / divisor).astype(x.dtype)
-
-
-def _restored(x: jax.Array, moments: jax.Array) -> jax.Array:
-    mean, deviation = moments.astype(jnp.float32)
-    values = x.astype(jnp.float32) * deviation + mean
-    if x.dtype == jnp.float16:  # of which a step is no small part of the largest
-        values = jnp.clip(values, -65504.0, 65504.0)
-    return values.astype(x.dtype)
 
 
 def fitted[C: Codec](codec: C, x: jax.Array) -> C:

@@ -8,6 +8,7 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
+from tests.counted import Counted
 from tests.draws import normal
 
 X = normal(0, 32, 16)
@@ -136,19 +137,6 @@ def test_checkpoint_refuses_to_return_what_it_was_given():
             block(layer, X)
     out, bias = cnnx.checkpoint(lambda m, x: (m(x), m.bias[...]))(layer, X)
     np.testing.assert_array_equal(bias, layer.bias[...])
-
-
-class Counted(nnx.Module):
-    def __init__(self):
-        self.linear, self.calls = nnx.Linear(16, 16, rngs=nnx.Rngs(0)), 0
-
-    def count(self, x):
-        self.calls += 1
-        return self.linear(x)
-
-    def remember(self, x):
-        self.last = nnx.Cache(x)
-        return self.linear(x)
 
 
 @pytest.mark.parametrize("method", ["count", "remember"])
