@@ -292,7 +292,8 @@ def _trace(
     label = label_of(call.fun)
     try:
         closed = jax.make_jaxpr(flat)(*leaves)
-    except jax.errors.JAXTypeError as error:  # which names arguments of `flat`
+    except TypeError as error:  # which may name arguments of `flat`
+        error.add_note(f"checkpoint of {label!r}")
         names = call.input_names()
         for i in sorted(set(map(int, re.findall(r"leaves\[(\d+)\]", str(error))))):
             error.add_note(

@@ -79,7 +79,8 @@ def find_differences(
             elif op.kind in _OF_TWO and len(of_each) == 2:
                 found |= of_each[0] & of_each[1]
             elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
-                found.update(set().union(*of_each) - sums)  # logaddexp(x, 0)
+                # logaddexp(x, 0), not relu or softplus of logits with a bias
+                found.update(set().union(*of_each) - sums - constants)
             elif op.kind in ("cond", "scan"):
                 found.update(*_squared_inside(op, multiples))
 

@@ -115,8 +115,8 @@ def explain(
     Arguments may be `jax.ShapeDtypeStruct`s: nothing is computed. All floating point
     inputs count as differentiated.
 
-    Raises ValueError for a plain function without a policy, for params without one, and
-    what `checkpoint` does.
+    Raises ValueError for a plain function without a policy, for a checkpointed one with
+    a policy or params, which it has, and what `checkpoint` does.
 
     >>> import jax, jaxcompact as jc
     >>> import jax.numpy as jnp
@@ -128,18 +128,22 @@ def explain(
     [('x', 'Quantized(bits=8)', 2048, 528), ('dot_general.0', 'drop', 2048, 0),
      ('relu.0', 'BitMask()', 2048, 64)]
     """
-    if policy is not None:
-        fun = checkpoint(fun, policy=policy, params=params)
-    if not isinstance(fun, FunctionType) or fun not in TRACERS:
+    if not callable(fun):
+        raise ValueError(f"fun must be a function, got {fun!r}")
+    checkpointed = isinstance(fun, FunctionType) and fun in TRACERS
+    for name, given in ("policy", policy), ("params", params):
+        if checkpointed and given is not None:
+            raise ValueError(
+                f"{name} must be left out of a function that is checkpointed: {fun!r} "
+                f"has its own; an argument of that name goes by its place"
+            )
+    if not checkpointed and policy is None:
         raise ValueError(
             f"policy must be given for a fun that jc.checkpoint has not returned "
             f"itself (a jitted or partial function is another), got {label_of(fun)!r}"
         )
-    if policy is None and params is not None:
-        raise ValueError(
-            f"params must be left out of a function that is checkpointed: {fun!r} has "
-            f"its own; an argument of that name goes by its place"
-        )
+    if not checkpointed:
+        fun = checkpoint(fun, policy=policy, params=params)
     traced, inputs = TRACERS[fun](args, kwargs)
     mask = tuple(
         is_inexact(traced.graph.avals[v]) and not _is_constant(x, traced.labels.get(v))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.decisions import decided, steps
@@ -22,8 +23,18 @@ def made_of(
     kept: Callable[..., Sequence[Any]], values: Sequence[Any], decoded: Sequence[bool]
 ) -> tuple[Graph, list[int]]:
     """What is kept, as a graph, and those of its inputs that may come back decoded."""
-    closed = jax.make_jaxpr(kept)(*values)
+    # Known numbers stay known: a pullback does not keep them.
+    known = [not isinstance(v, jax.core.Tracer) and jnp.ndim(v) == 0 for v in values]
+    moved = [v for v, k in zip(values, known, strict=True) if not k]
+
+    def of_moved(*moved):
+        rest = iter(moved)
+        pairs = zip(values, known, strict=True)
+        return kept(*(v if k else next(rest) for v, k in pairs))
+
+    closed = jax.make_jaxpr(of_moved)(*moved)
     graph = graph_of(closed)
+    decoded = [d for d, k in zip(decoded, known, strict=True) if not k]
     pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
     return graph, [v for v, d in pairs if d and is_inexact(graph.avals[v])]
 

@@ -113,11 +113,14 @@ def test_it_takes_the_place_of_the_prediction(loss, name):
         lambda p, x, y: jax.nn.relu(y + predicted(p, x)),
         lambda p, x, y: jnp.cos(y + predicted(p, x)),
         lambda p, x, y: jnp.maximum(y + predicted(p, x), 0) ** 2 @ p["a"],
+        lambda p, x, y: jnp.mean(jax.nn.log_sigmoid(y * (predicted(p, x) - 10.0))),
+        lambda p, x, y: jnp.mean(jax.nn.relu(predicted(p, x) - 4.0)),
         lambda p, x, y: jnp.mean(jax.nn.logsumexp(predicted(p, x), -1) ** 2),
     ],
 )
 def test_other_sums_are_no_differences(fun):
-    """A residual stream, activations and features, a penalty of a softmax's logits."""
+    """A residual stream, activations and features, logits with a number for a bias, a
+    penalty of a softmax's logits."""
     assert not any(t.near for t in candidates(fun, PARAMS, X, Y).values())
 
 

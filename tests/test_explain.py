@@ -175,6 +175,19 @@ def test_a_plain_function_needs_a_policy():
         jc.explain(block, PARAMS, X)
 
 
+def test_a_checkpointed_function_has_a_policy():
+    """Explained under another, its own codes would be what that one keeps."""
+    small = jc.checkpoint(block, policy=jc.policies.int4(), params=0)
+    with pytest.raises(ValueError, match="policy must be left out .*checkpointed"):
+        jc.explain(small, PARAMS, X, policy=jc.policies.int8())
+
+
+@pytest.mark.parametrize("policy", [None, jc.policies.int4()])
+def test_what_is_no_function_is_said(policy):
+    with pytest.raises(ValueError, match="fun must be a function, got 3"):
+        jc.explain(3, X, policy=policy)
+
+
 def test_an_argument_that_is_called_params():
     small = jc.checkpoint(block, policy=jc.policies.int4(), params=0)
     with pytest.raises(ValueError, match="params must be left out .*checkpointed"):

@@ -110,7 +110,7 @@ LAYERS = {
 
 @pytest.mark.parametrize("seed", [9, slow(21)])
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("policy", ["int8", slow("int4")])
 def test_gradients_are_near(name, policy, seed):
     """The rounding of all tensors, 0.5 and 7 %, which a row's norm may enlarge."""
     (layer, p), x = LAYERS[name], normal(seed, 2, TOKENS, WIDTH)
@@ -126,7 +126,10 @@ def test_gradients_are_near(name, policy, seed):
 
 
 @pytest.mark.parametrize("axes", ["Explicit", slow("Auto")])
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "name",
+    ["linear attention", slow("retention"), slow("state space"), "selective scan"],
+)
 def test_devices_that_share_a_batch_find_the_same(name, axes):
     """But for the order of sums, by which a code may turn."""
     layer, params = LAYERS[name]

@@ -171,7 +171,7 @@ def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "fun",
-    [slow(layer), centred, slow(as_flax_does), two_of_one],
+    [slow(layer), slow(centred), slow(as_flax_does), two_of_one],
     ids=lambda f: f.__name__,
 )
 def test_gradients_are_those_without_the_kernel(monkeypatch, fun):

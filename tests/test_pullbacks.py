@@ -81,7 +81,7 @@ def in_turn(f):
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(
     "use",
-    [of_data, of_a_frozen_layer, of_others_each, in_turn],
+    [of_data, slow(of_a_frozen_layer), of_others_each, slow(in_turn)],
     ids=lambda f: f.__name__,
 )
 def test_each_use_has_its_gradient(use, holder, compiled):

@@ -188,6 +188,7 @@ pooling = keeping(
     lambda y: ((made := largest_and_place(y)), made[1]),
     lambda place, ct: at_place(place, ct[0]),
 )
+reverse = ruled(lambda x, by: x, lambda kept, g: (-kept[1] * g, None))
 KEPT = {
     "a mask": keeping(relu_and_mask, lambda m, g: (jnp.where(m, g, 0.0),)),
     "a mask as numbers": keeping(
@@ -207,6 +208,8 @@ KEPT = {
     "one after the other": chain,
     "in a jitted function": jax.jit(box),
     "a place that is given": pooled,
+    "a number that is given": lambda x: reverse(x, 0.3),
+    "an array of one that is given": lambda x: reverse(x, jnp.float32(0.3)),
     "a mask that is given": sided(jax.custom_vjp),
     "a mask that is given, by tangents": sided(jax.custom_jvp),
 }

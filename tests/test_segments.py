@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 
 NODES, WIDTH = 512, 32
 
@@ -58,7 +59,7 @@ def loss(count, w, x, source, to, y):
     return jnp.mean((x - y) ** 2)
 
 
-@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.04), ("int4", 0.25)])
+@pytest.mark.parametrize(("policy", "bound"), [slow("int8", 0.04), ("int4", 0.25)])
 @pytest.mark.parametrize("count", [ones, like_data, added, by_product, weights])
 def test_gradients_are_near(count, policy, bound):
     """The rounding of the sums, of a few large ones most."""

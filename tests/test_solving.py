@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from tests.cases import slow
 from tests.draws import normal
 from tests.residuals import crossing, nbytes
 
@@ -121,7 +122,7 @@ each_loop = pytest.mark.parametrize(
 
 
 @each_loop
-@pytest.mark.parametrize("policy", ["int8", "int4"])
+@pytest.mark.parametrize("policy", [slow("int8"), "int4"])
 def test_gradients_are_near(fun, policy):
     """The rounding of points, 0.5 and 7 %, of which a difference is squared."""
     small = jc.checkpoint(fun, policy=getattr(jc.policies, policy)(), params=0)

@@ -170,10 +170,18 @@ def read_task(task: Task, path: str | Path) -> Splits:
     rows = {name: list(_labelled(task, t, broken)) for name, t in tables.items()}
     together = rows["train"]  # all classes: the split here may hold out a rare one
     if len(rows) == 1:
-        held_out = [zlib.crc32("\t".join(row[1]).encode()) for row in together]
+        numbers = [zlib.crc32("\t".join(row[1]).encode()) for row in together]
+        held_out = {n for n in numbers if n % HELD_OUT == 0} or {
+            min(numbers, default=0)
+        }
         split = {"train": [], "dev": []}
-        for row, number in zip(together, held_out, strict=True):
-            split["dev" if number % HELD_OUT == 0 else "train"].append(row)
+        for row, number in zip(together, numbers, strict=True):
+            split["dev" if number in held_out else "train"].append(row)
+        if together and not split["train"]:
+            raise DataError(
+                f"{path} must have two different texts, one of which is held out, got "
+                f"{len(together)} times one"
+            )
         rows = split
     if empty := [name for name in rows if not rows[name]]:
         raise DataError(f"{path}: no example in {', '.join(empty)}")

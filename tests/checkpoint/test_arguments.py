@@ -73,6 +73,15 @@ def test_an_argument_that_decides_is_named():
     assert "of 'fun': leaves[2] is train; " in said and "static_argnums" in said
 
 
+def test_what_returns_no_array_is_named():
+    def said(w, x):
+        return w @ x, "done"
+
+    with pytest.raises(TypeError, match="<class 'str'>") as told:
+        jc.checkpoint(said, params=0)(jnp.eye(2), jnp.ones((2, 2)))
+    assert "checkpoint of 'said'" in told.value.__notes__
+
+
 def test_static_arguments_of_another_type_are_others():
     small = jc.checkpoint(lambda n: jnp.array(n), static_argnums=0)
     assert [small(n).dtype for n in (1, 1.0, True)] == ["int32", "float32", "bool"]

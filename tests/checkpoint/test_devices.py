@@ -218,8 +218,8 @@ SHARED = *SHARED, ("tensor",)
     [
         (SAVE, ULPS),
         (LOSSY, 0.03),
-        (GACT, 0.06),
-        (OUTLIERS, 0.03),
+        slow(GACT, 0.06),
+        slow(OUTLIERS, 0.03),
         (jc.policies.int4(), 0.3),
     ],
 )

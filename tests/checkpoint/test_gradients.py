@@ -64,8 +64,8 @@ def test_tensors_share_no_noise(stochastic):
     assert bool((first == second).all()) != stochastic
 
 
-@pytest.mark.parametrize("policy", [SAVE, AGAIN, LOSSY])
-@pytest.mark.parametrize("fun", [mlp, loop, branch])
+@pytest.mark.parametrize("policy", [slow(SAVE), AGAIN, LOSSY])
+@pytest.mark.parametrize("fun", [slow(mlp), loop, branch])
 def test_under_transformations(policy, fun):
     """The gradient of a batch is the gradients of its members."""
     small = jc.checkpoint(fun, policy=policy, params=0)
@@ -110,7 +110,7 @@ def test_layers_inside_a_scan_of_blocks():
     assert relative(gradients(model(small), w, X), gradients(model(mlp), w, X)) < 0.04
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 @jax.numpy_dtype_promotion("standard")  # jax.nn's attention mixes dtypes
 def test_half_precision(dtype):
     args = W.astype(dtype), X.astype(dtype)

@@ -48,7 +48,7 @@ def program(code):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.lists(INSTRUCTIONS, min_size=2, max_size=8), st.data())
 def test_programs_at_random(code, data):
     """An action for each tensor: exact ones change nothing, 8 bits little."""

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 import jaxcompact as jc
+from tests.cases import slow
 from tests.checkpoint.functions import (
     AGAIN,
     LOSSY,
@@ -25,7 +26,7 @@ from tests.checkpoint.functions import (
 )
 
 
-@pytest.mark.parametrize("fun", [mlp, loop, branch])
+@pytest.mark.parametrize("fun", [mlp, loop, slow(branch)])
 def test_second_derivatives(fun):
     small = jc.checkpoint(fun, policy=LOSSY, params=0)
 

@@ -58,11 +58,19 @@ def test_held_out_splits_have_their_word_anywhere(names, read, tmp_path):
     assert splits.dev == {read: taken}
 
 
-def test_train_alone_is_cut(tmp_path):
-    rows = [[f"text {i}", "pq"[i % 2]] for i in range(100)]
+@pytest.mark.parametrize("count", [2, 4, 9, 20, 100])
+def test_train_alone_is_cut(count, tmp_path):
+    """Of a few, by their texts' hashes, none may be the one in ten."""
+    rows = [[f"text {i}", "pq"[i % 2]] for i in range(count)]
     splits = read_task(PAIRS, write(tmp_path / "data.json", {"train": rows}))
-    assert len(splits.train) + len(splits.dev["dev"]) == 100
-    assert splits.dev["dev"]
+    assert len(splits.train) + len(splits.dev["dev"]) == count
+    assert splits.train and splits.dev["dev"]
+
+
+def test_one_text_alone_can_not_be_cut(tmp_path):
+    data = write(tmp_path / "data.json", {"train": [["same", "p"], ["same", "q"]]})
+    with pytest.raises(DataError, match="two different texts, .* got 2 times one"):
+        read_task(PAIRS, data)
 
 
 def test_lines_of_json_are_no_splits(tmp_path):

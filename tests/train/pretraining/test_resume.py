@@ -44,7 +44,7 @@ def test_a_killed_and_a_stopped_run_repeat_the_losses_of_an_undisturbed_one(
     """Bit by bit, across changes of P: one each third step, a checkpoint each 4th."""
     arguments = [
         *("--data", str(book), *SMALL, "--method", "compact", "--period", "3"),
-        *("--steps", "120", "--checkpoint-every", "4", "--eval-every", "50"),
+        *("--steps", "80", "--checkpoint-every", "4", "--eval-every", "50"),
     ]
 
     def run(out, *more):
@@ -63,20 +63,20 @@ def test_a_killed_and_a_stopped_run_repeat_the_losses_of_an_undisturbed_one(
     assert killed.returncode == -signal.SIGKILL
 
     stopped = run(out, "--resume")
-    wait_for_step(stopped, folder, 40)
+    wait_for_step(stopped, folder, 24)
     stopped.terminate()
     printed = stopped.communicate()[0]
     assert stopped.returncode == 128 + signal.SIGTERM, printed
     last = max(losses_of(folder))
     assert f"SIGTERM: saving step {last}" in printed
     assert (folder / "checkpoints" / str(last)).is_dir()
-    assert 40 < last < 120
+    assert 24 < last < 80
 
     finished = run(out, "--resume")
     printed = finished.communicate()[0]
     assert finished.returncode == 0, printed
     expected = losses_of(tmp_path / "undisturbed" / "compact")
-    assert len(expected) == 120
+    assert len(expected) == 80
     assert losses_of(folder) == expected
     assert [row["step"] for row in rows_of(folder) if "loss" in row] == sorted(expected)
 
