@@ -196,7 +196,8 @@ def _end_of(
             continue
         seen.add(item)
         squared |= is_square(op)
-        sources = _sources(op, value, squared, facts)
+        over_devices = op.kind in ("psum", "psum_invariant")
+        sources = op.reads if over_devices else _sources(op, value, squared, facts)
         if op.kind in REDUCTIONS and (guarded or not sources):
             return op, squared or not facts.squares.isdisjoint(op.reads)
         if guarded and op.kind in ("scatter-add", "dot_general"):

@@ -252,7 +252,9 @@ class Compress:
             attention again from decoded q, k and v, which then are no special case.
 
     ``scores`` and ``attention`` are None to be as all others. With ``scores`` a
-    `Quantized` codec is standardized for what norms of channels read, and has groups
+    `Quantized` codec is standardized, over the axes that are summed up, for what norms
+    of channels (batch, instance, group norms) read, unless weights or a mask choose
+    among the tokens, which may hold anything where it leaves them out; and has groups
     of a head for what norms of heads shorter than a group read. Products of two
     activations over at most 128 terms are made again: that takes fewer operations than
     encoding takes bytes. Scores, whose codes are larger, over twice as many, and those
@@ -341,10 +343,13 @@ def of_rows(codec: Quantized, tensor: Tensor) -> Quantized | None:
     """Standardized, where a norm is taken of each channel; of each head, in groups of
     one. None where neither is so."""
     row, within = tensor.row, codec.bound is not None or tensor.bound is not None
-    if row is None or codec.axis != -1 or row >= codec.group_size or within:
+    if row is None or codec.axis != -1 or within:
         return None
-    if row == 1:
-        return replace(codec, standardized=True)
+    if isinstance(row, tuple):
+        every = len(row) == len(tensor.shape) - 1
+        return replace(codec, standardized=every or row)
+    if row >= codec.group_size:
+        return None
     sizes = (n for n in range(row, 7, -1) if row % n == 0)
     size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
     return size and replace(codec, group_size=size)
@@ -355,8 +360,8 @@ def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec
     row = tensor.row
     if row is None or not isinstance(action, Quantized):
         return list(codecs)
-    such = action.standardized if row == 1 else row % action.group_size == 0
-    if not such:
+    channels = isinstance(row, tuple)
+    if not (action.standardized if channels else row % action.group_size == 0):
         return list(codecs)
     return [(isinstance(c, Quantized) and of_rows(c, tensor)) or c for c in codecs]
 

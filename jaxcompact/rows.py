@@ -5,40 +5,76 @@ those of another, that is larger, little is left of a small one's in few bits, a
 norm makes it as large as the others.
 """
 
-from collections.abc import Collection, Iterable
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, compress, takewhile
 from math import prod
 from operator import itemgetter
 
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ELEMENTWISE, expensive, renames
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, expensive, renames
 
 # Numbers of entries, in the order of memory, and whether a norm sums them up.
 Parts = list[tuple[int, bool]]
+# So many entries, one after another; or axes over which channels are summed up.
+Row = int | tuple[int, ...]
+_LEAST = 8  # entries of a channel: its two moments take no more than codes of 4 bits
 
 
 def find_rows(
     graph: Graph, sums: Iterable[Op], stored: Collection[int]
-) -> dict[int, int]:
-    """Of values to be stored that norms read, the last axis's entries in one group.
+) -> dict[int, Row]:
+    """Of values to be stored that norms read, what each of their scales is of.
 
-    One where the norm sums over what is before the last axis, channel by channel; as
-    many as a head has where it sums over a part of that axis. Others are left out.
+    The axes that are summed up, none of which is the last, where channels are apart; as
+    many entries as a head has where a part of the last axis is summed up. Others are
+    left out. What is scaled by known deviations of channels is as what is summed up.
 
     ``sums``: the norms' reductions.
     """
-    found: dict[int, int] = {}
-    for op in sums:
-        if "axes" not in op.eqn.params:
-            continue
-        for source in op.reads:
-            shape, axes = graph.avals[source].shape, op.eqn.params["axes"]
-            parts = [(size, i in axes) for i, size in enumerate(shape) if size > 1]
-            for value, here in _behind(source, parts, graph, stored).items():
-                row = _row(graph.avals[value].shape, here) if value in stored else None
-                if row is not None:
-                    found[value] = min(row, found.get(value, row))
+    summed = [
+        (source, op.eqn.params["axes"])
+        for op in sums
+        if "axes" in op.eqn.params
+        for source in op.reads
+    ]
+    found: dict[int, Row] = {}
+    for source, axes in (*summed, *_by_deviations(graph)):
+        shape = graph.avals[source].shape
+        parts = [(size, i in axes) for i, size in enumerate(shape) if size > 1]
+        for value, here in _behind(source, parts, graph, stored).items():
+            row = _row(graph.avals[value].shape, here) if value in stored else None
+            if row is not None:
+                found[value] = _finer(row, found.get(value, row))
     return found
+
+
+def _by_deviations(graph: Graph) -> Iterator[tuple[int, range]]:
+    """What is scaled channel by channel with a root, as by a batch norm that knows the
+    variances; and the axes before the last."""
+    known = {*graph.inputs}  # as running averages, and what is made of them
+    roots: set[int] = set()  # rows of one for each channel
+    spread: set[int] = set()  # the same for all tokens
+    for op in graph.ops:
+        shape = graph.avals[op.outs[0]].shape
+        found = not roots.isdisjoint(op.reads)
+        each = op.kind in ELEMENTWISE or op.kind in LAYOUT
+        if each and known.issuperset(op.reads):
+            known.update(op.outs)
+            row = prod(shape) == prod(shape[-1:]) > 1
+            if row and (found or op.kind in ("rsqrt", "sqrt")):
+                roots.update(op.outs)
+            elif found and op.kind == "broadcast_in_dim":
+                if op.eqn.params["broadcast_dimensions"][-1] == len(shape) - 1:
+                    spread.update(op.outs)
+        if op.kind in ("mul", "div") and (found or not spread.isdisjoint(op.reads)):
+            whole = (v for v in op.reads if graph.avals[v].size == prod(shape))
+            scaled = [v for v in whole if v not in roots and v not in spread]
+            yield from ((v, range(len(shape) - 1)) for v in scaled)
+
+
+def _finer(a: Row, b: Row) -> Row:
+    channels = [row for row in (a, b) if isinstance(row, tuple)]
+    return min(channels, key=len) if channels else min(a, b)
 
 
 def _behind(
@@ -51,23 +87,96 @@ def _behind(
         op = graph.made_by.get(value)
         if op is None or expensive(op) or value in stored:
             continue
-        parts = _before(op, found[value], graph)
-        size = graph.avals[value].size
-        for source in op.reads if parts is not None else ():
-            if source not in found and graph.avals[source].size == size:
+        for source, parts in _before(op, value, found[value], graph):
+            if source not in found and parts is not None:
                 found[source] = parts
                 todo.append(source)
     return found
 
 
-def _before(op: Op, parts: Parts, graph: Graph) -> Parts | None:
-    """As they lie in what an operation reads; None where that is not known."""
+def _before(
+    op: Op, value: int, parts: Parts, graph: Graph
+) -> Iterator[tuple[int, Parts | None]]:
+    """What an operation reads, with its parts there; None where they aren't known."""
+    given, shape = op.eqn.params, graph.avals[value].shape
+    by_axis = _split(shape, parts)
     if op.kind == "transpose":
-        axes = op.eqn.params["permutation"]
-        by_axis = _split(graph.avals[op.outs[0]].shape, parts)
-        return by_axis and sum((by_axis[axes.index(i)] for i in range(len(axes))), [])
-    same = op.kind in ELEMENTWISE or op.kind == "custom_jvp_call" or renames(op)
-    return parts if same else None
+        axes = given["permutation"]
+        turned = by_axis and (by_axis[axes.index(i)] for i in range(len(axes)))
+        yield op.reads[0], turned and sum(turned, [])
+    elif op.kind in ELEMENTWISE or op.kind == "custom_jvp_call" or renames(op):
+        size = graph.avals[value].size
+        if by_axis is None or not _weighs_rows(op, by_axis, graph):
+            yield from ((v, parts) for v in op.reads if graph.avals[v].size == size)
+    elif by_axis is None:
+        return
+    elif op.kind == "broadcast_in_dim":
+        sizes = op.eqn.invars[0].aval.shape
+        axes = zip(given["broadcast_dimensions"], sizes, strict=True)
+        for source in op.reads:
+            yield source, sum((by_axis[a] for a, n in axes if n > 1), [])
+    else:
+        for source, starts in _cuts(op, value, shape):
+            sizes = graph.avals[source].shape
+            of = map(_resized, by_axis, shape, sizes, starts)
+            each = [parts for parts in of if parts is not None]
+            yield source, sum(each, []) if len(each) == len(sizes) else None
+
+
+def _cuts(
+    op: Op, value: int, shape: tuple[int, ...]
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Of what is cut or put together, what that is of, and where one begins in the
+    other along each axis."""
+    given, zeros = op.eqn.params, [0] * len(shape)
+    if op.kind == "concatenate":
+        axis = given["dimension"]
+        sizes = (v.aval.shape[axis] for v in op.eqn.invars)
+        for source, start in zip(op.ins, accumulate(sizes, initial=0), strict=False):
+            if source in op.reads:
+                yield source, [*zeros[:axis], start, *zeros[axis + 1 :]]
+    elif op.kind == "split":
+        axis = given["axis"]
+        start = sum(given["sizes"][: op.outs.index(value)])
+        yield op.reads[0], [*zeros[:axis], start, *zeros[axis + 1 :]]
+    elif op.kind == "slice" and {*(given["strides"] or [1])} <= {1}:
+        yield op.reads[0], given["start_indices"]
+    elif op.kind == "pad" and not any(inner for *_, inner in given["padding_config"]):
+        if op.ins[0] in op.reads:
+            yield op.ins[0], [low for low, *_ in given["padding_config"]]
+
+
+def _resized(parts: Parts, size: int, other: int, start: int) -> Parts | None:
+    """An axis's parts in what has another size along it."""
+    if size == other:
+        return parts
+    inner = prod(count for count, _ in parts[1:])
+    if not parts or start % inner or other % inner:
+        return None
+    outer = [(other // inner, parts[0][1])] if other > inner else []
+    return outer + parts[1:]
+
+
+def _weighs_rows(op: Op, by_axis: list[Parts], graph: Graph) -> bool:
+    """Whether it multiplies or masks what is then summed up, some rows as a whole: what
+    a norm leaves out may be of any size."""
+    if op.kind not in ("mul", "select_n"):
+        return False
+    for value in op.reads if op.kind == "mul" else op.reads[:1]:
+        made = graph.made_by.get(value)
+        while made and made.kind == "convert_element_type" and made.reads:
+            value = made.reads[0]
+            made = graph.made_by.get(value)
+        sizes = graph.avals[value].shape
+        axes: Iterable[int] = range(len(sizes))
+        if made and made.kind == "broadcast_in_dim":
+            sizes = made.eqn.invars[0].aval.shape
+            axes = made.eqn.params["broadcast_dimensions"]
+        over = [by_axis[a] for a, n in zip(axes, sizes, strict=True) if n > 1]
+        one = prod(sizes) < graph.avals[op.outs[0]].size
+        if one and any(summed for parts in over for _, summed in parts):
+            return True
+    return False
 
 
 def _split(shape: tuple[int, ...], parts: Parts) -> list[Parts] | None:
@@ -87,17 +196,17 @@ def _split(shape: tuple[int, ...], parts: Parts) -> list[Parts] | None:
     return by_axis
 
 
-def _row(shape: tuple[int, ...], parts: Parts) -> int | None:
+def _row(shape: tuple[int, ...], parts: Parts) -> Row | None:
     by_axis = _split(shape, parts)
     if len(shape) < 2 or not by_axis or not all(shape):
         return None
-    *before, last = by_axis
-    whole = sum(by_axis, [])
-    row = _last(whole)
+    row = _last(sum(by_axis, []))
     if row >= shape[-1]:
         return row if row < prod(shape) else None
-    if _last(sum(before, [])) > 1:
-        return 1
+    whole = (all(summed for _, summed in parts) for parts in by_axis[:-1])
+    axes = tuple(compress(range(len(shape)), whole))
+    if prod(shape[i] for i in axes) >= _LEAST:
+        return axes
     return row if row > 1 else None
 
 

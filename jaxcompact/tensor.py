@@ -59,8 +59,8 @@ class Tensor:
         normed: a norm or variance of what is made of such products, or by a loop of
             them. It is also made again with that, and stands where no row has shrunk.
         row: how many entries, one after another, share a norm's scale, if not all: a
-            head's, or 1 where the norm is of channels, over what is before the last
-            axis.
+            head's; of channels, which are apart, the axes that the norm sums over, none
+            of which is the last.
         bound: a function that is flat beyond it alone reads the tensor; else None.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
@@ -86,7 +86,7 @@ class Tensor:
     enlarged: bool = False
     terms: int | None = None
     normed: bool = False
-    row: int | None = None
+    row: int | tuple[int, ...] | None = None
     bound: float | None = None
     step: bool = False
     statistic: bool = False

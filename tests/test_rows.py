@@ -1,10 +1,12 @@
 """Groups lie within what a norm sets to one scale: a channel, a head."""
 
 from dataclasses import replace
+from functools import partial
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcompact as jc
@@ -30,6 +32,12 @@ def in_heads(h, axis=-1):
     return rms(h.reshape(*h.shape[:-1], 8, -1), axis).reshape(h.shape)
 
 
+def half_in_heads(h):
+    q, k = h[..., :64], h[..., 64:]
+    turned = rms(k.reshape(*k.shape[:-1], 4, 16), -1).reshape(k.shape)
+    return jnp.concatenate([turned, q], -1)
+
+
 def of_groups(h):
     apart = h.reshape(*h.shape[:-1], 8, -1)
     return centred(apart, (1, 2, 4)).reshape(h.shape)
@@ -45,23 +53,73 @@ def channels_first(h):
     return jnp.moveaxis(centred(jnp.moveaxis(h, -1, 1), (0, 2, 3)), 1, -1)
 
 
-def flax_norm(h):
-    norm = nn.BatchNorm(use_running_average=False)
-    params = norm.init(jax.random.key(0), jnp.zeros((1, *h.shape[1:])))
-    return norm.apply(params, h, mutable=["batch_stats"])[0]
+def flax_norm(h, mask=None, **options):
+    norm = nn.BatchNorm(**{"use_running_average": False} | options)
+    ones, zeros = jnp.ones(h.shape[-1]), jnp.zeros(h.shape[-1])
+    of = {"params": {"scale": ones, "bias": zeros}}
+    of["batch_stats"] = {"mean": zeros, "var": ones}
+    return norm.apply(of, h, mask=mask, mutable=["batch_stats"])[0]
 
 
-# What a norm is of, [4, 6, 10, 128]; and the entries that are to be in a group.
+MASK = np.arange(10) < np.arange(24).reshape(4, 6, 1) % 9 + 2  # of [4, 6, 10]
+
+
+def masked(h):
+    m = jnp.asarray(MASK[..., None], h.dtype)
+    mean = (h * m).sum((0, 1, 2)) / m.sum()
+    variance = ((h - mean) ** 2 * m).sum((0, 1, 2)) / m.sum()
+    return (h - mean) * jax.lax.rsqrt(variance + 1e-5)
+
+
+def in_halves(h):
+    return jnp.concatenate([centred(u, (0, 1, 2)) for u in jnp.split(h, 2, -1)], -1)
+
+
+def beside_another(h):
+    return centred(jnp.concatenate([h, h[..., :64] ** 2], -1), (0, 1, 2))[..., :128]
+
+
+def padded(h):
+    around = jnp.pad(h, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    return centred(around, (0, 1, 2))[:, 1:-1, 1:-1]
+
+
+def repeated(h):
+    return centred(jnp.repeat(h, 2, 1), (0, 1, 2))[:, ::2]
+
+
+# What a norm is of, [4, 6, 10, 128]; and the entries that are to be in a group, or the
+# axes over which channels are standardized.
+CHANNELS = (0, 1, 2)
 NORMS = {
     "layer norm": (lambda h: centred(h, -1), 128),
     "of the last axes": (lambda h: centred(h, (-2, -1)), 1280),
     "of all": (lambda h: centred(h, (0, 1, 2, 3)), None),
-    "batch norm": (lambda h: centred(h, (0, 1, 2)), 1),
-    "batch norm of flax": (flax_norm, 1),
-    "batch norm, channels first": (channels_first, 1),
-    "batch norm after a function": (lambda h: centred(jax.nn.silu(h), (0, 1, 2)), 1),
-    "instance norm": (lambda h: centred(h, (1, 2)), 1),
-    "group norm": (of_groups, 1),
+    "batch norm": (lambda h: centred(h, (0, 1, 2)), CHANNELS),
+    "batch norm of flax": (flax_norm, CHANNELS),
+    "batch norm, channels first": (channels_first, CHANNELS),
+    "batch norm after a function": (
+        lambda h: centred(jax.nn.silu(h), (0, 1, 2)),
+        CHANNELS,
+    ),
+    "batch norm, averages": (partial(flax_norm, use_running_average=True), CHANNELS),
+    "batch norm of tokens that count": (masked, None),
+    "batch norm of flax, a mask": (partial(flax_norm, mask=MASK[..., None]), None),
+    "batch norm, exact variances, a mask": (
+        partial(flax_norm, mask=MASK[..., None], use_fast_variance=False),
+        None,
+    ),
+    "batch norm of halves": (in_halves, CHANNELS),
+    "batch norm of what is put together": (beside_another, CHANNELS),
+    "batch norm of what is padded": (padded, CHANNELS),
+    "batch norm of what is repeated": (repeated, CHANNELS),
+    "batch norm of halves of a batch": (
+        lambda h: centred(h.reshape(2, 2, 6, 10, 128), (1, 2, 3)).reshape(h.shape),
+        (1, 2),
+    ),
+    "batch norms of members": (jax.vmap(lambda h: centred(h, (0, 1))), (1, 2)),
+    "instance norm": (lambda h: centred(h, (1, 2)), (1, 2)),
+    "group norm": (of_groups, (1, 2)),
     "heads": (in_heads, 16),
     "heads, turned": (turned, 16),
     "the largest of a head": (
@@ -71,7 +129,8 @@ NORMS = {
         32,
     ),
     "over heads": (lambda h: in_heads(h, -2), None),
-    "over examples": (lambda h: centred(h, 0), None),
+    "heads of a half": (half_in_heads, 16),
+    "over examples": (lambda h: centred(h, 0), None),  # of which there are 4
     "none": (jnp.tanh, None),
 }
 
@@ -132,6 +191,40 @@ def test_channels_may_lie_far_from_zero():
     x = X + 10 * normal(3, 128)
     policy = jc.Policy({"x": jc.Save()}, jc.policies.int4())
     assert 0 < error(block(NORMS["batch norm"][0]), policy, x=x) < 0.11
+
+
+@pytest.mark.parametrize("name", ["instance norm", slow("group norm")])
+def test_samples_may_differ_in_size(name):
+    """Those of one sign above all: the mean of the bright is far from the dim."""
+    dim = jnp.where(jnp.arange(4) % 2, 0.01, 1.0)[:, None, None, None]
+    off = error(block(NORMS[name][0]), jc.policies.int4(), x=abs(X) * dim)
+    assert 0 < off < 0.11
+
+
+@pytest.mark.parametrize(
+    "name", ["batch norm of tokens that count", slow("batch norm of flax, a mask")]
+)
+def test_what_a_mask_leaves_out_may_be_of_any_size(name):
+    norm, m = NORMS[name][0], MASK[..., None]
+    x = jnp.where(m, X, 100.0)
+    fun = block(norm)
+    assert 0 < error(lambda p, x: fun(p, x) * m, jc.policies.int4(), x=x) < 0.11
+
+
+def test_sums_over_devices_are_a_norms():
+    """As a batch norm's that devices share; each has moments of its own."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P("d")}
+    fun = block(partial(flax_norm, axis_name="d"))
+    policy, actions = jc.policies.int4(), []
+
+    def wrapped(params, x):
+        said = jc.explain(fun, params, x, policy=policy, params=0)
+        actions.extend(r.action for r in said.rows if r.name == "dot_general.0")
+        return jc.checkpoint(fun, policy=policy, params=0)(params, x)
+
+    jax.eval_shape(jax.shard_map(wrapped, mesh=mesh, **specs), PARAMS, X)
+    assert actions == ["Quantized(bits=4, standardized=True)"]
 
 
 def test_a_plan_has_such_groups_in_all_its_bits():

@@ -309,9 +309,30 @@ MUTATIONS = [
     Mutation(
         "channels share groups before a batch norm",
         "jaxcompact/rows.py",
-        "if _last(sum(before, [])) > 1:",
+        "if prod(shape[i] for i in axes) >= _LEAST:",
         "if False:",
         "tests/test_rows.py::test_sizes_that_a_norm_takes_away_change_nothing",
+    ),
+    Mutation(
+        "samples of other sizes share moments before an instance norm",
+        "jaxcompact/policy.py",
+        "standardized=every or row",
+        "standardized=True",
+        "tests/test_rows.py::test_samples_may_differ_in_size",
+    ),
+    Mutation(
+        "what a mask leaves out of a norm is in its channels' moments",
+        "jaxcompact/rows.py",
+        "if one and any(summed for parts in over for _, summed in parts):",
+        "if False:",
+        "tests/test_rows.py::test_what_a_mask_leaves_out_may_be_of_any_size",
+    ),
+    Mutation(
+        "a number that a rule keeps is an array where it is traced again",
+        "jaxcompact/rules.py",
+        "jnp.ndim(v) == 0 for v in values]",
+        "False for v in values]",
+        "tests/test_rules.py::test_what_is_kept_of_the_forward_pass_decides",
     ),
     Mutation(
         "deviations are of what is far from zero",

@@ -1,8 +1,10 @@
 """Channels that are standardized: each less its mean, over its deviation.
 
-A channel is an index of the last axis, over all others. Beside larger ones little is
-left of a small one in few bits; standardized they are alike.
+Beside larger ones little is left of a small one in few bits; standardized they are
+alike.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +14,16 @@ from jaxcompact.codecs.codec import narrowed
 _WIDEST = 2.0**63  # the deviation of a channel that has none in float32
 
 
-def moments_of(x: jax.Array) -> jax.Array:
-    """Mean and deviation of each channel, bfloat16 ``[2, ..., channels]``.
+def moments_of(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Mean and deviation over the axes, bfloat16 ``[2, ...]``, the axes of size 1.
 
     The product of a deviation and what is decoded is exact then: that a sum is fused
     with it changes nothing.
     """
     values = narrowed(x).astype(jnp.float32)
-    axes = tuple(range(x.ndim - 1))
     # As batch norms find them: XLA then finds both from one reading of x.
     mean, square = (
-        jnp.mean(v, axes, keepdims=True) for v in (values, jnp.square(values))
+        jnp.mean(v, tuple(axes), keepdims=True) for v in (values, jnp.square(values))
     )
     least = jnp.maximum(jnp.square(mean) * 2.0**-20, 1e-30)
     deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), least))

@@ -32,8 +32,8 @@ class Encoded:
 
     ``lows``, the groups' least values, are None for a symmetric codec. In ``parts``
     above 1 the grouped axis is split in so many, each of which has groups of its own.
-    ``moments`` are the channels' means and deviations, bfloat16 ``[2, ..., channels]``,
-    of a standardized codec.
+    ``moments`` are means and deviations of a standardized codec, bfloat16 ``[2, ...]``,
+    of size 1 along the axes that they are over.
     """
 
     codes: jax.Array
@@ -111,11 +111,11 @@ class Quantized(Codec):
         bound: for what a function reads that is flat beyond it. Beyond, steps are 16
             times as large, and what is larger than 19/3 of it, an infinity as well,
             saturates there. A group's largest is then 4/3 of the bound at most.
-        standardized: what is quantized is ``(x - mean) / deviation`` of each channel,
-            an index of the last axis, over all other axes and all devices: for what a
-            batch norm reads, whose channels differ in size. Both are stored besides, in
-            bfloat16. A deviation is 2^-10 of the mean at least; a channel that reaches
-            above 1e19 is divided by 2^63 alone.
+        standardized: what is quantized is ``(x - mean) / deviation``, over these axes
+            (numbers from 0), of all devices; True for all but the last. For what a norm
+            reads that sums over them, where channels differ in size. Both are stored
+            besides, in bfloat16. A deviation is 2^-10 of the mean at least; a channel
+            that reaches above 1e19 is divided by 2^63 alone.
 
     Raises ValueError for arguments outside these, for dtypes that are not floating
     point, and for arrays that lack the axis.
@@ -138,7 +138,7 @@ class Quantized(Codec):
     axis: int = -1
     scale_bits: int = 16
     bound: float | None = None
-    standardized: bool = False
+    standardized: bool | tuple[int, ...] = False
 
     def __post_init__(self):
         if type(self.bits) is not int or self.bits not in (1, 2, 3, 4, 8):
@@ -150,7 +150,7 @@ class Quantized(Codec):
                 f"group_size must be a positive multiple of {whole} for {self.bits} "
                 f"bits, got {size!r}"
             )
-        for name in ("symmetric", "stochastic", "standardized"):
+        for name in ("symmetric", "stochastic"):
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -165,9 +165,15 @@ class Quantized(Codec):
             raise ValueError(
                 f"bound must be None or a number from 1e-30 to 1e30, got {self.bound!r}"
             )
+        axes = self.standardized
+        if not isinstance(axes, bool) and not _are_axes(axes):
+            raise ValueError(
+                f"standardized must be True, False or a tuple of axes, numbers from 0, "
+                f"got {axes!r}"
+            )
         if self.bound is not None and self.standardized:
             raise ValueError(
-                f"bound must be None if standardized is True, got {self.bound!r}"
+                f"bound must be None if standardized is {axes}, got {self.bound!r}"
             )
 
     def supports(self, dtype: Any) -> bool:
@@ -182,6 +188,16 @@ class Quantized(Codec):
                 f"axis {self.axis} needs an array that has it, got {shape}"
             )
         return shape
+
+    def _moments(self, x: jax.Array) -> jax.Array:
+        axes = self.standardized
+        if axes is True:
+            axes = tuple(range(x.ndim - 1))
+        if max(axes, default=-1) >= x.ndim:
+            raise ValueError(
+                f"standardized {axes} needs an array that has these axes, got {x.shape}"
+            )
+        return moments_of(x, axes)
 
     def _group(self, size: int) -> int:
         """The length of a group, of so many entries along the axis."""
@@ -203,7 +219,7 @@ class Quantized(Codec):
         self._require(x, seed)
         shape, dtype, moments = x.shape, x.dtype, None
         if self.standardized:
-            moments = moments_of(x)
+            moments = self._moments(x)
             x = standardized(x, moments)
         rows = in_rows(x, self._grouped(x.shape))
         group = self._group(rows.shape[self.axis])
@@ -360,6 +376,11 @@ class Quantized(Codec):
             dtype=encoded.dtype,
             **product,
         )
+
+
+def _are_axes(axes: Any) -> bool:
+    numbers = isinstance(axes, tuple) and all(type(a) is int and a >= 0 for a in axes)
+    return numbers and 0 < len(axes) == len({*axes})
 
 
 def fitted[C: Codec](codec: C, x: jax.Array) -> C:

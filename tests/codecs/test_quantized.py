@@ -263,6 +263,21 @@ def test_standardized_channels_are_as_others():
     np.testing.assert_array_equal(encoded.codes, found)
 
 
+def test_standardized_over_some_axes_is_each_by_itself():
+    x = normal(0, 3, 64, 128) * jnp.exp(2 * normal(1, 3, 1, 128))
+    encoded, decoded = round_trip(Quantized(4, standardized=(1,)), x)
+    assert encoded.moments.shape == (2, 3, 1, 128)
+    for i in range(3):
+        alone = round_trip(Quantized(4, standardized=True), x[i : i + 1])
+        np.testing.assert_array_equal(encoded.codes[i], alone[0].codes[0])
+        np.testing.assert_array_equal(decoded[i], alone[1][0])
+
+
+def test_standardized_over_axes_that_are_not_there():
+    with pytest.raises(ValueError, match=r"standardized \(2,\) needs .* got \(4, 64\)"):
+        Quantized(4, standardized=(2,)).encode(jnp.ones((4, 64)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_standardized_channels_without_a_deviation(dtype):
     """Constant, zero, of one entry: what is left is the mean."""
@@ -356,7 +371,10 @@ def test_fitted_takes_wide_scales_where_a_minimum_is_stored():
         ({"group_size": 0}, "group_size must be a positive multiple of 2 .* got 0"),
         ({"bits": 3, "group_size": 12}, "multiple of 8 for 3 bits, got 12"),
         ({"axis": 1}, "axis must be negative, got 1"),
-        ({"standardized": 1}, "standardized must be True or False, got 1"),
+        ({"standardized": 1}, "standardized must be True, False or a tuple .* got 1"),
+        ({"standardized": ()}, r"standardized must be .* numbers from 0, got \(\)"),
+        ({"standardized": (1, 1)}, r"standardized must be .* got \(1, 1\)"),
+        ({"standardized": (-2,)}, r"standardized must be .* got \(-2,\)"),
         (
             {"standardized": True, "bound": 1.0},
             "bound must be None if standardized is True, got 1.0",
