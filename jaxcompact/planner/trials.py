@@ -79,7 +79,7 @@ class Trials:
                 return _Search(self, *each[k], max_error, rest).run()
             except _TooSmall as error:
                 failed.append(error)
-        raise min(failed, key=lambda error: error.least.peak_bytes)
+        raise ValueError(str(min(failed, key=lambda error: error.least.peak_bytes)))
 
 
 class _Trial(NamedTuple):

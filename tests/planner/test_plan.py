@@ -261,8 +261,9 @@ def test_of_another_function(plan):
     ],
 )
 def test_what_is_refused(plan, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as refused:
         plan(**options)
+    assert refused.type is ValueError  # no name that users can't import
 
 
 def test_a_block_that_is_checkpointed_already():
