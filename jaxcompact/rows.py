@@ -49,27 +49,27 @@ def find_rows(
 
 
 def _by_deviations(graph: Graph) -> Iterator[tuple[int, range]]:
-    """What is scaled channel by channel with a root, as by a batch norm that knows the
-    variances; and the axes before the last."""
-    known = {*graph.inputs}  # as running averages, and what is made of them
-    roots: set[int] = set()  # rows of one for each channel
-    spread: set[int] = set()  # the same for all tokens
+    """Images less a known row, over a known deviation of each channel, as by a batch
+    norm of running averages; and the axes before the last. Not tokens, of which some
+    may be there to fill up alone."""
+    known = {*graph.inputs}  # and what is made of them, entry by entry
+    by: dict[str, set[int]] = {"mul": set(), "div": set()}  # what gives that, known
     for op in graph.ops:
         shape = graph.avals[op.outs[0]].shape
-        found = not roots.isdisjoint(op.reads)
-        each = op.kind in ELEMENTWISE or op.kind in LAYOUT
-        if each and known.issuperset(op.reads):
+        if (op.kind in ELEMENTWISE or op.kind in LAYOUT) and known.issuperset(op.reads):
             known.update(op.outs)
             row = prod(shape) == prod(shape[-1:]) > 1
-            if row and (found or op.kind in ("rsqrt", "sqrt")):
-                roots.update(op.outs)
-            elif found and op.kind == "broadcast_in_dim":
-                if op.eqn.params["broadcast_dimensions"][-1] == len(shape) - 1:
-                    spread.update(op.outs)
-        if op.kind in ("mul", "div") and (found or not spread.isdisjoint(op.reads)):
-            whole = (v for v in op.reads if graph.avals[v].size == prod(shape))
-            scaled = [v for v in whole if v not in roots and v not in spread]
-            yield from ((v, range(len(shape) - 1)) for v in scaled)
+            for kind, root in ("mul", "rsqrt"), ("div", "sqrt"):
+                made = op.kind == root or not by[kind].isdisjoint(op.reads)
+                if made and (row or op.kind == "broadcast_in_dim"):
+                    by[kind].update(op.outs)
+        elif op.kind in by and len(shape) > 3:
+            if by[op.kind].isdisjoint(op.reads):
+                continue
+            for value in op.reads[:1] if op.kind == "div" else op.reads:
+                made = graph.made_by.get(value)
+                if made and made.kind == "sub" and not known.isdisjoint(made.reads):
+                    yield value, range(len(shape) - 1)
 
 
 def _finer(a: Row, b: Row) -> Row:
@@ -150,6 +150,8 @@ def _resized(parts: Parts, size: int, other: int, start: int) -> Parts | None:
     """An axis's parts in what has another size along it."""
     if size == other:
         return parts
+    if size < other and parts and parts[0][1]:
+        return None  # what is left out may be of any size
     inner = prod(count for count, _ in parts[1:])
     if not parts or start % inner or other % inner:
         return None
@@ -158,25 +160,50 @@ def _resized(parts: Parts, size: int, other: int, start: int) -> Parts | None:
 
 
 def _weighs_rows(op: Op, by_axis: list[Parts], graph: Graph) -> bool:
-    """Whether it multiplies or masks what is then summed up, some rows as a whole: what
-    a norm leaves out may be of any size."""
-    if op.kind not in ("mul", "select_n"):
-        return False
-    for value in op.reads if op.kind == "mul" else op.reads[:1]:
-        made = graph.made_by.get(value)
-        while made and made.kind == "convert_element_type" and made.reads:
-            value = made.reads[0]
-            made = graph.made_by.get(value)
-        sizes = graph.avals[value].shape
-        axes: Iterable[int] = range(len(sizes))
-        if made and made.kind == "broadcast_in_dim":
-            sizes = made.eqn.invars[0].aval.shape
-            axes = made.eqn.params["broadcast_dimensions"]
-        over = [by_axis[a] for a, n in zip(axes, sizes, strict=True) if n > 1]
-        one = prod(sizes) < graph.avals[op.outs[0]].size
-        if one and any(summed for parts in over for _, summed in parts):
+    """Whether it multiplies or masks what is then summed up by what is known otherwise,
+    not channel by channel: what a norm leaves out may be of any size."""
+    weights = {"mul": op.reads, "select_n": op.reads[:1], "div": op.reads[1:]}
+    for value in weights.get(op.kind, ()):
+        others = [v for v in op.reads if v != value]
+        if not others or not _varies(value, by_axis, graph):
+            continue
+        origins = _origins([value], graph)
+        own = origins.issuperset(_origins(others, graph))  # as x in x * sigmoid(x)
+        if not own and graph.made_by.keys().isdisjoint(origins):
             return True
     return False
+
+
+def _varies(value: int, by_axis: list[Parts], graph: Graph) -> bool:
+    """Whether it may differ along what is summed up."""
+    made = graph.made_by.get(value)
+    while made and made.kind == "convert_element_type" and made.reads:
+        value = made.reads[0]
+        made = graph.made_by.get(value)
+    sizes = graph.avals[value].shape
+    axes: Iterable[int] = range(len(sizes))
+    if made and made.kind == "broadcast_in_dim":
+        sizes = made.eqn.invars[0].aval.shape
+        axes = made.eqn.params["broadcast_dimensions"]
+    over = (by_axis[a] for a, n in zip(axes, sizes, strict=True) if n > 1)
+    return any(summed for parts in over for _, summed in parts)
+
+
+def _origins(values: Iterable[int], graph: Graph) -> set[int]:
+    """Inputs and what is expensive to make, of which the values are made."""
+    found: set[int] = set()
+    todo, seen = [*values], set()
+    while todo:
+        value = todo.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        op = graph.made_by.get(value)
+        if op is None or expensive(op):
+            found.add(value)
+        else:
+            todo += op.reads
+    return found
 
 
 def _split(shape: tuple[int, ...], parts: Parts) -> list[Parts] | None:

@@ -71,6 +71,24 @@ def masked(h):
     return (h - mean) * jax.lax.rsqrt(variance + 1e-5)
 
 
+def masked_entries(h):
+    """The mask is as large as what it is of."""
+    m = jnp.repeat(~jnp.asarray(~MASK[..., None]), 128, -1)
+    mean = jnp.where(m, h, 0).sum((0, 1, 2)) / MASK.sum()
+    variance = jnp.where(m, (h - mean) ** 2, 0).sum((0, 1, 2)) / MASK.sum()
+    return (h - mean) * jax.lax.rsqrt(variance + 1e-5)
+
+
+def by_first_tokens(h):
+    first = h[:, :, :5]
+    off = h - first.mean((0, 1, 2))
+    return off * jax.lax.rsqrt(first.var((0, 1, 2)) + 1e-5)
+
+
+def batches_apart(h):
+    return jnp.concatenate([centred(u, (0, 1, 2)) for u in jnp.split(h, 2)])
+
+
 def in_halves(h):
     return jnp.concatenate([centred(u, (0, 1, 2)) for u in jnp.split(h, 2, -1)], -1)
 
@@ -104,6 +122,13 @@ NORMS = {
     ),
     "batch norm, averages": (partial(flax_norm, use_running_average=True), CHANNELS),
     "batch norm of tokens that count": (masked, None),
+    "batch norm of entries that count": (masked_entries, None),
+    "batch norm by the first tokens": (by_first_tokens, None),
+    "batch norms of halves of a batch, apart": (batches_apart, None),
+    "batch norm of averages, tokens": (
+        lambda h: flax_norm(h.reshape(24, 10, 128), use_running_average=True),
+        None,
+    ),
     "batch norm of flax, a mask": (partial(flax_norm, mask=MASK[..., None]), None),
     "batch norm, exact variances, a mask": (
         partial(flax_norm, mask=MASK[..., None], use_fast_variance=False),

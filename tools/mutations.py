@@ -323,7 +323,7 @@ MUTATIONS = [
     Mutation(
         "what a mask leaves out of a norm is in its channels' moments",
         "jaxcompact/rows.py",
-        "if one and any(summed for parts in over for _, summed in parts):",
+        "if not own and graph.made_by.keys().isdisjoint(origins):",
         "if False:",
         "tests/test_rows.py::test_what_a_mask_leaves_out_may_be_of_any_size",
     ),
