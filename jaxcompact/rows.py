@@ -55,7 +55,7 @@ def _by_deviations(graph: Graph) -> Iterator[tuple[int, range]]:
     known = {*graph.inputs}  # and what is made of them, entry by entry
     by: dict[str, set[int]] = {"mul": set(), "div": set()}  # what gives that, known
     for op in graph.ops:
-        shape = graph.avals[op.outs[0]].shape
+        shape = graph.avals[op.outs[0]].shape if op.outs else ()  # of what prints
         if (op.kind in ELEMENTWISE or op.kind in LAYOUT) and known.issuperset(op.reads):
             known.update(op.outs)
             row = prod(shape) == prod(shape[-1:]) > 1
