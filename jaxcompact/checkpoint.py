@@ -292,13 +292,13 @@ def _trace(
     label = label_of(call.fun)
     try:
         closed = jax.make_jaxpr(flat)(*leaves)
-    except TypeError as error:  # which may name arguments of `flat`
+    except TypeError as error:
         error.add_note(f"checkpoint of {label!r}")
-        names = call.input_names()
+        names = call.input_names()  # of the arguments of `flat`, which it may name
         for i in sorted(set(map(int, re.findall(r"leaves\[(\d+)\]", str(error))))):
             error.add_note(
-                f"checkpoint of {label!r}: leaves[{i}] is {names[i]}; what decides "
-                f"what is done goes into static_argnums or static_argnames"
+                f"leaves[{i}] is {names[i]}; what decides what is done goes into "
+                f"static_argnums or static_argnames"
             )
         raise
     graph = joined(graph_of(closed))

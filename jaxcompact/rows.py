@@ -5,16 +5,15 @@ those of another, that is larger, little is left of a small one's in few bits, a
 norm makes it as large as the others.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import accumulate, compress, takewhile
+from collections.abc import Collection, Iterable, Iterator
+from itertools import compress, takewhile
 from math import prod
 from operator import itemgetter
 
-from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, expensive, renames
+from jaxcompact.graph import Graph, Op, behind
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, expensive
+from jaxcompact.layouts import Parts, parts_before, split
 
-# Numbers of entries, in the order of memory, and whether a norm sums them up.
-Parts = list[tuple[int, bool]]
 # So many entries, one after another; or axes over which channels are summed up.
 Row = int | tuple[int, ...]
 _LEAST = 8  # entries of a channel: its two moments take no more than codes of 4 bits
@@ -87,89 +86,26 @@ def _behind(
         op = graph.made_by.get(value)
         if op is None or expensive(op) or value in stored:
             continue
-        for source, parts in _before(op, value, found[value], graph):
+        if _weighs_rows(op, split(graph.avals[value].shape, found[value]), graph):
+            continue
+        for source, parts in parts_before(op, value, found[value], graph):
             if source not in found and parts is not None:
                 found[source] = parts
                 todo.append(source)
     return found
 
 
-def _before(
-    op: Op, value: int, parts: Parts, graph: Graph
-) -> Iterator[tuple[int, Parts | None]]:
-    """What an operation reads, with its parts there; None where they aren't known."""
-    given, shape = op.eqn.params, graph.avals[value].shape
-    by_axis = _split(shape, parts)
-    if op.kind == "transpose":
-        axes = given["permutation"]
-        turned = by_axis and (by_axis[axes.index(i)] for i in range(len(axes)))
-        yield op.reads[0], turned and sum(turned, [])
-    elif op.kind in ELEMENTWISE or op.kind == "custom_jvp_call" or renames(op):
-        size = graph.avals[value].size
-        if by_axis is None or not _weighs_rows(op, by_axis, graph):
-            yield from ((v, parts) for v in op.reads if graph.avals[v].size == size)
-    elif by_axis is None:
-        return
-    elif op.kind == "broadcast_in_dim":
-        sizes = op.eqn.invars[0].aval.shape
-        axes = zip(given["broadcast_dimensions"], sizes, strict=True)
-        for source in op.reads:
-            yield source, sum((by_axis[a] for a, n in axes if n > 1), [])
-    else:
-        for source, starts in _cuts(op, value, shape):
-            sizes = graph.avals[source].shape
-            of = map(_resized, by_axis, shape, sizes, starts)
-            each = [parts for parts in of if parts is not None]
-            yield source, sum(each, []) if len(each) == len(sizes) else None
-
-
-def _cuts(
-    op: Op, value: int, shape: tuple[int, ...]
-) -> Iterator[tuple[int, Sequence[int]]]:
-    """Of what is cut or put together, what that is of, and where one begins in the
-    other along each axis."""
-    given, zeros = op.eqn.params, [0] * len(shape)
-    if op.kind == "concatenate":
-        axis = given["dimension"]
-        sizes = (v.aval.shape[axis] for v in op.eqn.invars)
-        for source, start in zip(op.ins, accumulate(sizes, initial=0), strict=False):
-            if source in op.reads:
-                yield source, [*zeros[:axis], start, *zeros[axis + 1 :]]
-    elif op.kind == "split":
-        axis = given["axis"]
-        start = sum(given["sizes"][: op.outs.index(value)])
-        yield op.reads[0], [*zeros[:axis], start, *zeros[axis + 1 :]]
-    elif op.kind == "slice" and {*(given["strides"] or [1])} <= {1}:
-        yield op.reads[0], given["start_indices"]
-    elif op.kind == "pad" and not any(inner for *_, inner in given["padding_config"]):
-        if op.ins[0] in op.reads:
-            yield op.ins[0], [low for low, *_ in given["padding_config"]]
-
-
-def _resized(parts: Parts, size: int, other: int, start: int) -> Parts | None:
-    """An axis's parts in what has another size along it."""
-    if size == other:
-        return parts
-    if size < other and parts and parts[0][1]:
-        return None  # what is left out may be of any size
-    inner = prod(count for count, _ in parts[1:])
-    if not parts or start % inner or other % inner:
-        return None
-    outer = [(other // inner, parts[0][1])] if other > inner else []
-    return outer + parts[1:]
-
-
-def _weighs_rows(op: Op, by_axis: list[Parts], graph: Graph) -> bool:
+def _weighs_rows(op: Op, by_axis: list[Parts] | None, graph: Graph) -> bool:
     """Whether it multiplies or masks what is then summed up by what is known otherwise,
     not channel by channel: what a norm leaves out may be of any size."""
     weights = {"mul": op.reads, "select_n": op.reads[:1], "div": op.reads[1:]}
-    for value in weights.get(op.kind, ()):
+    for value in weights.get(op.kind, ()) if by_axis else ():
         others = [v for v in op.reads if v != value]
         if not others or not _varies(value, by_axis, graph):
             continue
-        origins = _origins([value], graph)
-        own = origins.issuperset(_origins(others, graph))  # as x in x * sigmoid(x)
-        if not own and graph.made_by.keys().isdisjoint(origins):
+        of, of_others = _origins([value], graph), _origins(others, graph)
+        own = of >= of_others  # as x in x * sigmoid(x)
+        if not own and graph.made_by.keys().isdisjoint(of):
             return True
     return False
 
@@ -191,40 +127,17 @@ def _varies(value: int, by_axis: list[Parts], graph: Graph) -> bool:
 
 def _origins(values: Iterable[int], graph: Graph) -> set[int]:
     """Inputs and what is expensive to make, of which the values are made."""
-    found: set[int] = set()
-    todo, seen = [*values], set()
-    while todo:
-        value = todo.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        op = graph.made_by.get(value)
-        if op is None or expensive(op):
-            found.add(value)
-        else:
-            todo += op.reads
-    return found
+    made_by = graph.made_by
 
+    def is_origin(value: int) -> bool:
+        return value not in made_by or expensive(made_by[value])
 
-def _split(shape: tuple[int, ...], parts: Parts) -> list[Parts] | None:
-    """Axis by axis; None where a part is of two that it is no whole number of."""
-    left, by_axis = [*parts], []
-    for size in reversed(shape):
-        by_axis.insert(0, [])
-        while size > 1:
-            count, summed = left.pop()
-            taken = min(count, size)
-            if count % taken or size % taken:
-                return None
-            by_axis[0].insert(0, (taken, summed))
-            size //= taken
-            if count > taken:
-                left.append((count // taken, summed))
-    return by_axis
+    found = behind(values, graph, lambda op: not expensive(op))
+    return {*filter(is_origin, found)}
 
 
 def _row(shape: tuple[int, ...], parts: Parts) -> Row | None:
-    by_axis = _split(shape, parts)
+    by_axis = split(shape, parts)
     if len(shape) < 2 or not by_axis or not all(shape):
         return None
     row = _last(sum(by_axis, []))

@@ -24,19 +24,17 @@ def made_of(
 ) -> tuple[Graph, list[int]]:
     """What is kept, as a graph, and those of its inputs that may come back decoded."""
     # Known numbers stay known: a pullback does not keep them.
-    known = [not isinstance(v, jax.core.Tracer) and jnp.ndim(v) == 0 for v in values]
-    moved = [v for v, k in zip(values, known, strict=True) if not k]
+    every = enumerate(values)
+    moved = [i for i, v in every if isinstance(v, jax.core.Tracer) or jnp.ndim(v)]
 
-    def of_moved(*moved):
-        rest = iter(moved)
-        pairs = zip(values, known, strict=True)
-        return kept(*(v if k else next(rest) for v, k in pairs))
+    def of_moved(*given):
+        of = dict(enumerate(values)) | dict(zip(moved, given, strict=True))
+        return kept(*of.values())
 
-    closed = jax.make_jaxpr(of_moved)(*moved)
+    closed = jax.make_jaxpr(of_moved)(*(values[i] for i in moved))
     graph = graph_of(closed)
-    decoded = [d for d, k in zip(decoded, known, strict=True) if not k]
-    pairs = zip(graph.inputs[len(closed.consts) :], decoded, strict=True)
-    return graph, [v for v, d in pairs if d and is_inexact(graph.avals[v])]
+    pairs = zip(graph.inputs[len(closed.consts) :], moved, strict=True)
+    return graph, [v for v, i in pairs if decoded[i] and is_inexact(graph.avals[v])]
 
 
 def keeps_decisions(graph: Graph, moving: Collection[int]) -> bool:

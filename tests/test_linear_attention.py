@@ -128,7 +128,7 @@ def test_gradients_are_near(name, policy, seed):
 @pytest.mark.parametrize("axes", ["Explicit", slow("Auto")])
 @pytest.mark.parametrize(
     "name",
-    ["linear attention", slow("retention"), slow("state space"), "selective scan"],
+    [n if n.startswith(("linear", "selective")) else slow(n) for n in LAYERS],
 )
 def test_devices_that_share_a_batch_find_the_same(name, axes):
     """But for the order of sums, by which a code may turn."""

@@ -20,7 +20,7 @@ LAYERS = (
     {"kernels", "arrays"},
     {"codecs", "graph", "paths", "memory", "reals"},
     {"projection", "kinds", "choices", "sources", "tensor"},
-    {"differences", "hoisting", "sketched", "solving", "spans"},
+    {"differences", "hoisting", "layouts", "sketched", "solving", "spans"},
     {
         "correlations",
         "linear",

@@ -323,15 +323,15 @@ MUTATIONS = [
     Mutation(
         "what a mask leaves out of a norm is in its channels' moments",
         "jaxcompact/rows.py",
-        "if not own and graph.made_by.keys().isdisjoint(origins):",
+        "if not own and graph.made_by.keys().isdisjoint(of):",
         "if False:",
         "tests/test_rows.py::test_what_a_mask_leaves_out_may_be_of_any_size",
     ),
     Mutation(
         "a number that a rule keeps is an array where it is traced again",
         "jaxcompact/rules.py",
-        "jnp.ndim(v) == 0 for v in values]",
-        "False for v in values]",
+        "if isinstance(v, jax.core.Tracer) or jnp.ndim(v)]",
+        "]",
         "tests/test_rules.py::test_what_is_kept_of_the_forward_pass_decides",
     ),
     Mutation(

@@ -149,7 +149,7 @@ def own_task(texts: str, label: str, kind: str) -> Task:
 def read_task(task: Task, path: str | Path) -> Splits:
     """The splits in a folder or, of one's own, in a file.
 
-    Where a file has nothing but train, one example in ten is held out. Raises
+    Where a file has nothing but train, one text in ten is held out, or one. Raises
     DataError, with file and line, for what does not have the task's form.
     """
     path, broken, needed = Path(path), [], (*task.texts, task.label)
@@ -171,16 +171,14 @@ def read_task(task: Task, path: str | Path) -> Splits:
     together = rows["train"]  # all classes: the split here may hold out a rare one
     if len(rows) == 1:
         numbers = [zlib.crc32("\t".join(row[1]).encode()) for row in together]
-        held_out = {n for n in numbers if n % HELD_OUT == 0} or {
-            min(numbers, default=0)
-        }
+        held_out = {n for n in numbers if n % HELD_OUT == 0} or {*sorted(numbers)[:1]}
         split = {"train": [], "dev": []}
         for row, number in zip(together, numbers, strict=True):
             split["dev" if number in held_out else "train"].append(row)
         if together and not split["train"]:
             raise DataError(
                 f"{path} must have two different texts, one of which is held out, got "
-                f"{len(together)} times one"
+                f"one, {len(together)} times"
             )
         rows = split
     if empty := [name for name in rows if not rows[name]]:

@@ -4,8 +4,6 @@ Beside larger ones little is left of a small one in few bits; standardized they 
 alike.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -14,7 +12,7 @@ from jaxcompact.codecs.codec import narrowed
 _WIDEST = 2.0**63  # the deviation of a channel that has none in float32
 
 
-def moments_of(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+def moments_of(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Mean and deviation over the axes, bfloat16 ``[2, ...]``, the axes of size 1.
 
     The product of a deviation and what is decoded is exact then: that a sum is fused
@@ -23,7 +21,7 @@ def moments_of(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     values = narrowed(x).astype(jnp.float32)
     # As batch norms find them: XLA then finds both from one reading of x.
     mean, square = (
-        jnp.mean(v, tuple(axes), keepdims=True) for v in (values, jnp.square(values))
+        jnp.mean(v, axes, keepdims=True) for v in (values, jnp.square(values))
     )
     least = jnp.maximum(jnp.square(mean) * 2.0**-20, 1e-30)
     deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), least))

@@ -69,8 +69,9 @@ def test_an_argument_that_decides_is_named():
     small = jc.checkpoint(fun, policy=LOSSY, params=0)
     with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
         small(W[0], X, True)
-    said = raised.value.__notes__[-1]
-    assert "of 'fun': leaves[2] is train; " in said and "static_argnums" in said
+    function, argument = raised.value.__notes__[-2:]
+    assert function == "checkpoint of 'fun'"
+    assert "leaves[2] is train; " in argument and "static_argnums" in argument
 
 
 def test_what_returns_no_array_is_named():

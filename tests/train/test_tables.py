@@ -69,7 +69,7 @@ def test_train_alone_is_cut(count, tmp_path):
 
 def test_one_text_alone_can_not_be_cut(tmp_path):
     data = write(tmp_path / "data.json", {"train": [["same", "p"], ["same", "q"]]})
-    with pytest.raises(DataError, match="two different texts, .* got 2 times one"):
+    with pytest.raises(DataError, match="two different texts, .* got one, 2 times"):
         read_task(PAIRS, data)
 
 
