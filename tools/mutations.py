@@ -339,7 +339,7 @@ MUTATIONS = [
         "jaxcompact/codecs/moments.py",
         "deviation = jnp.sqrt(jnp.maximum(square - jnp.square(mean), least))",
         "deviation = jnp.sqrt(jnp.maximum(square, least))",
-        "tests/codecs/test_quantized.py::test_standardized_channels_are_as_others",
+        "tests/codecs/test_moments.py::test_standardized_channels_are_as_others",
     ),
     Mutation(
         "scores of a table of positions are stored",
