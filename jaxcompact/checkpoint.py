@@ -15,7 +15,7 @@ from jax.extend.core import get_opaque_trace_state
 from jaxcompact.graph import graph_of, joined
 from jaxcompact.outputs import Outputs
 from jaxcompact.paths import leaves_with_path, path_name
-from jaxcompact.policy import ChoosesActions, Policy
+from jaxcompact.policy import ChoosesActions, Policy, require_policy
 from jaxcompact.sketched import SketchedKernel
 from jaxcompact.spans import spans_of
 from jaxcompact.traced import Traced, run
@@ -95,8 +95,7 @@ def checkpoint(
     """
     if not callable(fun):
         raise ValueError(f"fun must be a function, got {fun!r}")
-    if isinstance(policy, type) or not hasattr(policy, "decide"):
-        raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
+    require_policy(policy)
     for p in as_tuple(params):
         if isinstance(p, bool) or not isinstance(p, int | type):
             raise ValueError(

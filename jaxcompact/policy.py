@@ -116,6 +116,18 @@ class ChoosesActions(Protocol):
         """What is done with a tensor, and why, in a few words."""
 
 
+def is_policy(value: Any) -> bool:
+    return hasattr(value, "decide") and not isinstance(value, type)
+
+
+def require_policy(value: Any) -> None:
+    if not is_policy(value):
+        raise ValueError(
+            f"policy must be a jaxcompact policy, as jaxcompact.policies.int4(), "
+            f"got {value!r}"
+        )
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class Policy:
     """Actions by name.
@@ -154,8 +166,7 @@ class Policy:
                     f"rules must map names to Save, Recompute, Derivative or a codec, "
                     f"got {pattern!r}: {action!r}"
                 )
-        is_policy = hasattr(default, "decide") and not isinstance(default, type)
-        if not isinstance(default, Action) and not is_policy:
+        if not isinstance(default, Action) and not is_policy(default):
             raise ValueError(f"default must be an action or a policy, got {default!r}")
         object.__setattr__(self, "rules", tuple(rules.items()))
         object.__setattr__(self, "default", default)

@@ -322,7 +322,7 @@ def in_order(
         needed, found = [op], {op}
         while needed:
             makers = {maker[v] for v in needed.pop().reads if v in maker}
-            new = makers - found - reader.keys()
+            new = {op for op in makers - found if op not in reader}
             found |= new
             needed.extend(new)
         reader.update(dict.fromkeys(sorted(found, key=number.__getitem__), op))

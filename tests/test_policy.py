@@ -82,10 +82,13 @@ def test_what_is_no_policy_is_refused(rules, default, message):
 
 
 @pytest.mark.parametrize(
-    "policy", [None, Q4, jax.checkpoint_policies.dots_saveable, jc.policies.int4]
+    "policy",
+    [None, "int4", Q4, jax.checkpoint_policies.dots_saveable, jc.policies.int4],
 )
 def test_checkpoint_refuses_what_is_no_policy(policy):
-    with pytest.raises(ValueError, match="policy must be a jaxcompact policy, got"):
+    """And says what is one."""
+    expected = r"policy must be .*, as jaxcompact.policies.int4\(\), got "
+    with pytest.raises(ValueError, match=expected):
         jc.checkpoint(layer, policy=policy)
 
 

@@ -25,7 +25,7 @@ from jaxcompact.planner.effects import (
     require_codecs,
 )
 from jaxcompact.planner.probing import Probing, Under
-from jaxcompact.policy import Action, ChoosesActions, Policy, alike
+from jaxcompact.policy import Action, ChoosesActions, Policy, alike, require_policy
 from jaxcompact.reals import as_reals
 from jaxcompact.sources import Residual
 from jaxcompact.tensor import Tensor
@@ -113,8 +113,7 @@ def measuring(
     What is no array among these is meant in all others too.
     """
     require_positive("probes", probes)
-    if isinstance(policy, type) or not hasattr(policy, "decide"):
-        raise ValueError(f"policy must be a jaxcompact policy, got {policy!r}")
+    require_policy(policy)
     require_codecs(codecs)
     found = _prepared(make_gradient, policy, codecs, probes)
     if found.encodes_nothing and not found.inside:
