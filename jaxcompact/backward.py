@@ -161,7 +161,8 @@ class Backward:
             pairs = zip(cts, op.outs, strict=True)
             moved = [_none(ct) for ct, v in pairs if recording.moves(v)]
             cheap = op in recording.cheap  # kept for what its rule reads
-            if cheap or op.kind == "custom_vjp_call":  # else: of what is not stored
+            whole = op.kind == "custom_vjp_call" and op not in recording.partial
+            if cheap or whole:  # else: of what is not stored
                 moved = list(map(ad.instantiate_zeros, moved))
             return list(jax.tree.unflatten(tree, leaves)(moved)), None, None
 

@@ -12,12 +12,14 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, jaxprs_in_params
+from jax.interpreters import ad
 
 from jaxcompact.arrays import is_inexact
 
@@ -197,6 +199,8 @@ def graph_of(jaxpr: Any) -> Graph:
             else:
                 if kind == "custom_jvp_call" and params["symbolic_zeros"]:
                     kind = "custom_vjp_call"  # a checkpoint's: see `pullbacks`
+                if kind == "vprim":  # a primitive of Equinox's, under vmap
+                    kind = params["prim"].name
                 if kind == "pow" and isinstance(ins[0], Literal):
                     kind = "exp2"  # of another base
                 counts[kind] = counts.get(kind, -1) + 1
@@ -218,12 +222,15 @@ def graph_of_rule(
     tree: Any, leaves: Sequence[Any], cts: Sequence[Any]
 ) -> tuple[Graph, list[Any]]:
     """The graph of a backward function that is a pytree, and what its first inputs are:
-    constants and its leaves. The others are its cotangents."""
+    constants and its leaves. The others are its cotangents, but those that are zero."""
+    given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
 
-    def rule(leaves, cts):
-        return jax.tree.unflatten(tree, leaves)(cts)
+    def rule(leaves, given):
+        return jax.tree.unflatten(tree, leaves)(
+            [given.get(i, ct) for i, ct in enumerate(cts)]
+        )
 
-    closed = jax.make_jaxpr(rule)(list(leaves), list(cts))
+    closed = jax.make_jaxpr(rule)(list(leaves), given)
     return graph_of(closed), [*closed.consts, *leaves]
 
 
@@ -358,17 +365,39 @@ def made_of(
 
 def moving_values(graph: Graph, perturbed: Sequence[bool]) -> set[int]:
     """The values on a path from the differentiated inputs to the outputs."""
-
-    def floating(value):
-        return is_inexact(graph.avals[value])
-
-    inputs = zip(graph.inputs, perturbed, strict=True)
-    moving = {v for v, p in inputs if p and floating(v)}
-    for op in graph.ops:
-        if op.kind != "stop_gradient" and not moving.isdisjoint(op.reads):
-            moving.update(v for v in op.outs if floating(v))
     reaching = {v for v in graph.outputs if isinstance(v, int)}
     for op in reversed(graph.ops):
         if op.kind != "stop_gradient" and not reaching.isdisjoint(op.outs):
             reaching.update(op.reads)
-    return moving & reaching
+    return reaching & _with_tangents(graph, perturbed)
+
+
+def _with_tangents(graph: Graph, perturbed: Iterable[bool]) -> set[int]:
+    def floating(values: Iterable[int]) -> Iterator[int]:
+        return (v for v in values if is_inexact(graph.avals[v]))
+
+    found = set(floating(compress(graph.inputs, perturbed)))
+    for op in graph.ops:
+        if not found.isdisjoint(op.reads):
+            found.update(floating(_moved(op, found)))
+    return found
+
+
+def _moved(op: Op, moving: Collection[int]) -> Collection[int]:
+    """Its outputs with a tangent: of a loop's state and of branches' not all. What a
+    rule makes of tangents is not told from the function that it is of."""
+    if op.kind == "stop_gradient":
+        return ()
+    known = op.kind in ("checkpoint", "cond", "remat2", "scan", "shard_map")
+    each = [*bodies(op)] if known else []
+    found: set[int] = set()
+    for body, first in each:
+        given = [isinstance(v, int) and v in moving for v in op.ins[first:]]
+        before: list[bool] = []
+        while given != before:
+            before, inside = [*given], _with_tangents(body, given)
+            ends = [isinstance(v, int) and v in inside for v in body.outputs]
+            for i, o in state_of(op).items():
+                given[i] |= ends[o]
+        found.update(compress(op.outs, ends))
+    return found if each else op.outs

@@ -43,7 +43,9 @@ NONLINEAR = frozenset(
     tanh""".split()
 )
 EXPONENTIALS = frozenset("exp exp2".split())
-SOLVES = frozenset("custom_linear_solve triangular_solve tridiagonal_solve".split())
+SOLVES = frozenset(  # the last is Lineax's
+    "custom_linear_solve triangular_solve tridiagonal_solve linear_solve".split()
+)
 LINEAR_ALGEBRA = SOLVES | frozenset(
     """cholesky cholesky_update eig eigh hessenberg householder_product lu ormqr qr
     schur svd tridiagonal""".split()

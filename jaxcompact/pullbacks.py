@@ -31,6 +31,7 @@ def differentiable[S: Hashable](
     primal: Callable[[S, list[Any]], list[Any]],
     forward: Callable[[S, Mask, list[Any]], tuple[list[Any], Any]],
     backward: Callable[[S, Mask, Any, list[Any]], list[Any]],
+    moved: Callable[[S, Mask], Collection[int]],
     reached: Callable[[S, Mask, Collection[int]], Collection[int]],
     label: Callable[[S], str],
 ) -> Callable[[S, list[Any]], list[Any]]:
@@ -42,6 +43,8 @@ def differentiable[S: Hashable](
         backward: ``(static, mask, residuals, cotangents) -> cotangents`` of the inputs,
             None for those that do not move; a cotangent that is given may be a
             `SymbolicZero`.
+        moved: ``(static, mask)``: the outputs that have a tangent. Of the others a loop
+            may ask what has no derivative, as how often it has run.
         reached: ``(static, mask, outputs)``: the inputs that have a cotangent if these
             outputs alone have one.
         label: the function's name, for errors.
@@ -60,31 +63,30 @@ def differentiable[S: Hashable](
         outs, residuals = _outside(partial(forward, static, mask), inputs)
         stored, tree = jax.tree.flatten(residuals)
         avals = [jax.typeof(out).to_tangent_aval() for out in outs]
-        floating = [i for i, aval in enumerate(avals) if is_inexact(aval)]
+        moving = moved(static, mask)
+        live = [i for i, aval in enumerate(avals) if is_inexact(aval) and i in moving]
 
         def pullback(stored, cts):
             every: list[Any] = list(map(SymbolicZero, avals))
-            for i, ct in zip(floating, cts, strict=True):
+            for i, ct in zip(live, cts, strict=True):
                 every[i] = ct
             found = backward(static, mask, jax.tree.unflatten(tree, stored), every)
             return [ct for ct, moves in zip(found, mask, strict=True) if moves]
 
         def reaches(used):
-            live = set(compress(floating, used))
-            found = reached(static, mask, live)
+            found = reached(static, mask, set(compress(live, used)))
             return [i in found for i in compress(range(len(mask)), mask)]
 
-        moving = [t for t, moves in zip(tangents, mask, strict=True) if moves]
         made = _linear.bind(
             *stored,
-            *moving,
+            *compress(tangents, mask),
             count=len(stored),
             pullback=pullback,
             reaches=reaches,
-            avals=tuple(avals[i] for i in floating),
+            avals=tuple(avals[i] for i in live),
             label=label(static),
         )
-        found = dict(zip(floating, made, strict=True))
+        found = dict(zip(live, made, strict=True))
         return outs, [found.get(i, SymbolicZero(aval)) for i, aval in enumerate(avals)]
 
     return function

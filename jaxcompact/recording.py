@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.interpreters import ad
 
 from jaxcompact.arrays import renewed
 from jaxcompact.choices import choices, choose
-from jaxcompact.graph import Graph, Op, Value, moving_values, read
+from jaxcompact.graph import Graph, Op, Value, graph_of_rule, moving_values, read
 from jaxcompact.kinds import is_block
 from jaxcompact.program import Program
 from jaxcompact.rules import decided_before, divides, keeps_decisions, made_of
@@ -34,6 +35,10 @@ class Recording:
         sources: values, residuals of blocks, slopes and choices.
         trees: block -> its backward function as a pytree; its residuals are the leaves.
         cheap: those that are blocks for what their rules decide alone.
+        rules: block -> of the rule of a `jax.custom_vjp` or `custom_jvp` the graph, and
+            the inputs of it that are its residuals.
+        partial: those that can't be run for all cotangents. They are handed those that
+            there are.
         links: sources that are values of the graph -> that value.
         fixed: sources made of parameters alone.
         avals: source -> its type.
@@ -53,6 +58,7 @@ class Recording:
         self.active = [i for i, v in enumerate(graph.outputs) if self.moves(v)]
         self._trace()
         self._find_links()
+        self._find_rules()
 
     def reached(self, live: Sequence[int]) -> list[int]:
         """Which of the inputs ``wrt`` these outputs are differentiated by."""
@@ -128,6 +134,25 @@ class Recording:
         self.fixed = {s for s, f in zip(self.sources, made_of_fixed, strict=True) if f}
         self.avals = {s: v.aval for s, v in zip(self.sources, variables, strict=True)}
 
+    def _find_rules(self) -> None:
+        self.rules: list[tuple[Op, Graph, list[int]]] = []
+        self.partial: set[Op] = set()
+        for op, tree in self.trees.items():
+            if op.kind not in ("custom_jvp_call", "custom_vjp_call"):
+                continue
+            avals = [self.avals[Residual(op, k)] for k in range(tree.num_leaves)]
+            cts = [self.graph.avals[v].to_ct_aval() for v in op.outs if self.moves(v)]
+            try:
+                found = [graph_of_rule(tree, avals, cts)]
+            except Exception:  # it may refuse what nothing differentiated reads
+                found = _of_each(tree, avals, cts)
+                if not found:
+                    raise
+                self.partial.add(op)
+            for graph, given in found:
+                residuals = graph.inputs[len(given) - len(avals) : len(given)]
+                self.rules.append((op, graph, residuals))
+
     def _chooses(self, op: Op) -> bool:
         """Whether decoded operands could make it choose others."""
         moved = op.kind == "sign" or not self.moving.isdisjoint(op.outs)
@@ -181,3 +206,17 @@ class Recording:
         # A relu's is that of its result: what it is of need not be written.
         x = env[value if self.tensors.found[value].step else function.root]
         return jax.jvp(of_root, (x,), (jnp.ones_like(x),))[1]
+
+
+def _of_each(
+    tree: Any, leaves: Sequence[Any], cts: Sequence[Any]
+) -> list[tuple[Graph, list[Any]]]:
+    """The graphs of a rule for each of its cotangents alone that it can be run for."""
+    found, zeros = [], list(map(ad.Zero, cts))
+    for i, ct in enumerate(cts):
+        try:
+            alone = [*zeros[:i], ct, *zeros[i + 1 :]]
+            found.append(graph_of_rule(tree, leaves, alone))
+        except Exception:  # whatever a rule of the user's may raise
+            continue
+    return found

@@ -127,11 +127,11 @@ class Replay:
         if value in self.keep:
             return tensor, Save(), self.keep[value]
         action, reason = action_of(self.policy, tensor)
-        if isinstance(residual, Residual) and isinstance(action, Codec):
-            if on_host(self.recording.avals[residual]):
-                return tensor, Save(), "already on the host"
+        if isinstance(residual, Residual) and not isinstance(action, Recompute):
             if is_entered(residual.op):
-                return tensor, Save(), "encoded inside if its policy says so"
+                return tensor, Save(), "as its body stores it"
+            if isinstance(action, Codec) and on_host(self.recording.avals[residual]):
+                return tensor, Save(), "already on the host"
         return tensor, action, reason
 
     @property

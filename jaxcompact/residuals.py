@@ -7,7 +7,7 @@ from typing import Any
 from jaxcompact.choices import choices
 from jaxcompact.decisions import decided, steps
 from jaxcompact.divisors import find_divisors, steeply_read
-from jaxcompact.graph import graph_of, graph_of_rule
+from jaxcompact.graph import graph_of
 from jaxcompact.integers import find_integers
 from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
 from jaxcompact.loops import infinities
@@ -105,15 +105,8 @@ def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
     """What rules of one's own divide by, and what they decide by."""
     steep: set[Source] = set()
     decides: set[Source] = set()
-    for op, tree in recording.trees.items():
-        if op.kind not in ("custom_jvp_call", "custom_vjp_call"):
-            continue
-        sources = [Residual(op, k) for k in range(tree.num_leaves)]
-        made = (v for v in op.outs if recording.moves(v))
-        cts = [recording.graph.avals[v].to_ct_aval() for v in made]
-        avals = [recording.avals[s] for s in sources]
-        graph, given = graph_of_rule(tree, avals, cts)
-        residuals = graph.inputs[len(given) - len(avals) : len(given)]
+    for op, graph, residuals in recording.rules:
+        sources = (Residual(op, k) for k in range(len(residuals)))
         named = dict(zip(residuals, sources, strict=True))
         for found, inside in (
             (steep, find_divisors(graph, ())),

@@ -21,7 +21,7 @@ from jaxcompact.tensor import TERMS
 
 _FEW = 2 * TERMS  # of scores that are made again
 _LARGE = 2  # times what is multiplied
-_RULES = frozenset("custom_vjp_call remat2 checkpoint".split())
+_RULES = frozenset("checkpoint custom_vjp_call custom_vmap_call remat2".split())
 
 
 @dataclass

@@ -288,6 +288,12 @@ def _backward(traced: Traced, mask: Mask, residuals: Any, cts: list[Any]) -> lis
     return [found.get(i) for i in range(len(mask))]
 
 
+def _moved(traced: Traced, mask: Mask) -> Collection[int]:
+    """Those too that can't be differentiated: it is an error where something is."""
+    plan = traced.plan(traced.split(mask)[0])
+    return {*plan.replay.recording.active, *plan.refused}
+
+
 def _reached(traced: Traced, mask: Mask, live: Collection[int]) -> Collection[int]:
     recording = traced.plan(traced.split(mask)[0]).replay.recording
     return recording.reached([i for i in recording.active if i in live])
@@ -298,6 +304,7 @@ run = differentiable(
     lambda traced, inputs: traced.primal(*traced.split(inputs)[0]),
     _forward,
     _backward,
+    _moved,
     _reached,
     lambda traced: traced.label,
 )
@@ -343,6 +350,10 @@ def _backward_of_one(
     return [None, *(found.get(i) for i in range(len(inputs)))]
 
 
+def _moved_by_one(branches: tuple[Traced, ...], mask: Mask) -> Collection[int]:
+    return {i for branch in branches for i in _moved(branch, mask[1:])}
+
+
 def _reached_by_one(
     branches: tuple[Traced, ...], mask: Mask, live: Collection[int]
 ) -> Collection[int]:
@@ -356,6 +367,7 @@ _switch = differentiable(
     ),
     _forward_of_one,
     _backward_of_one,
+    _moved_by_one,
     _reached_by_one,
     lambda branches: branches[0].label,
 )

@@ -53,6 +53,20 @@ def test_bytes_are_those_of_the_residuals():
     assert said.exact == 4 * 16 * (64 + 128)
 
 
+def test_codes_of_a_loops_body_are_told_from_what_is_whole():
+    def loop(params, x):
+        def step(h, x):
+            return jnp.tanh(x @ params["up"] + h), None
+
+        return jax.lax.scan(step, jnp.zeros((8, 128)), x)[0]
+
+    x = normal(3, 4, 8, 64)
+    said = rows(jc.explain(loop, PARAMS, x, policy=jc.policies.int4(), params=0))
+    codes = [r for r in said.values() if r.name.startswith("scan.0.residual")]
+    assert {row.dtype for row in codes if row.stored} == {"uint8", "uint16"}
+    assert {row.reason for row in codes if row.stored} == {"as its body stores it"}
+
+
 def test_what_is_closed_over_is_not_differentiated():
     """Octaves of an angle, which stays whole beside them: here as in the gradient."""
     bands = 2.0 ** jnp.arange(8.0)

@@ -78,6 +78,33 @@ def test_fused_attention_is_told_from_one_that_makes_its_softmax_again(wrap):
     assert scores == ["dot_general.0", "dot_general.1"]
 
 
+def test_fused_attention_may_say_what_vmap_makes_of_it():
+    """As Tokamax's does."""
+
+    @jax.custom_batching.custom_vmap
+    def inner(q, k, v):
+        return fused_forward(q, k, v)[0]
+
+    @inner.def_vmap
+    def _(size, batched, *args):
+        return jax.vmap(fused)(*args), True
+
+    @jax.custom_vjp
+    def attention(q, k, v):
+        return inner(q, k, v)
+
+    attention.defvjp(lambda *args: (inner(*args), args), lambda args, ct: args)
+
+    def fun(w, x):
+        q, k, v = (y.reshape(2, 4, 2, 8) for y in (x @ w, x @ w.T, x @ w @ w))
+        return attention(q, k, v)
+
+    found = candidates(fun, W, S((2, 4, 16), jnp.float32))
+    scores = [n for n, t in found.items() if t.scores is not None]
+    assert scores == ["dot_general.0", "dot_general.1"]
+    assert [t.fused for t in found.values()].count("operand") == 3
+
+
 def test_a_temperature_is_no_operand_of_scores():
     """Of a scale of scores, a number, there are no tokens to take groups along."""
 

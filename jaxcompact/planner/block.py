@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 
 from jaxcompact.memory.functions import made_by
+from jaxcompact.planner.arguments import arrays_of, of_arrays
 from jaxcompact.policy import Action, ChoosesActions
 from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan as Traces
@@ -41,7 +42,7 @@ def block_of(
     """
     noting = Noting(policy, statistics)
     function, args = made_by(make, name, name.removeprefix("make_"), noting)
-    jax.eval_shape(function, *args)
+    jax.eval_shape(of_arrays(function, args), arrays_of(args))
     # The first layer's input, and a loop's at first, are not differentiated: they count
     # as the others' do.
     every = {id(traces.traced): traces.traced for traces in noting.found}.values()

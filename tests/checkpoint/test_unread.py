@@ -198,8 +198,108 @@ def measured(w, x):
     return y, without_rule(y)
 
 
+@jax.custom_jvp
+def constant(t):
+    return t
+
+
+@constant.defjvp
+def _(*_):
+    raise NotImplementedError("a clock has no tangent")
+
+
+def timed(w, x):
+    """In a loop a clock that is made of constants alone."""
+
+    def step(state):
+        t, y = state
+        return t + 0.25, block(w, y) + jnp.cos(constant(t))
+
+    t, y = jax.lax.scan(lambda s, _: (step(s), None), (0.0, x), length=3)[0]
+    return y, t
+
+
+def timed_in_a_branch(w, x):
+    def step(state, _):
+        def go(state):
+            t, y = state
+            return t + 0.25, block(w, y) + jnp.cos(constant(t))
+
+        return jax.lax.cond(state[0] < 0.4, go, lambda s: s, state), None
+
+    t, y = jax.lax.scan(step, (0.0, x), length=3)[0]
+    return y, t
+
+
+def until(w, x):
+    """What a loop in the loop has begun with."""
+
+    def step(state, _):
+        t, y = state
+        s = jax.lax.while_loop(lambda s: s < 0.6, lambda s: s + 0.2, t)
+        return (t + 0.25, block(w, y) + s), None
+
+    t, y = jax.lax.scan(step, (0.0, x), length=3)[0]
+    return y, t
+
+
+@jax.custom_vjp
+def stepped(w, x):
+    return jnp.sum(x), block(w, x)
+
+
+def _stepped(w, x):
+    y = block(w.value, x.value)
+    return (jnp.sum(x.value), y), (w.value, x.value, y)
+
+
+def _refuse_the_first(residuals, cts):
+    """As of an output that a vmap found to be the same of all examples."""
+    if not isinstance(cts[0], SymbolicZero):
+        raise ValueError("the clock is read")
+    w, x, y = residuals
+    d = 0 * y if isinstance(cts[1], SymbolicZero) else cts[1] * (1 - y**2)
+    return jnp.einsum("...i,...j->ij", x, d), d @ w.T
+
+
+stepped.defvjp(_stepped, _refuse_the_first, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def paired(t, y):
+    return t, y
+
+
+@paired.defjvp
+def _(primals, tangents):
+    return primals, tangents
+
+
+def handed_on(w, x):
+    """Of both results, through a rule, of which the one alone is read."""
+    t, y = paired(*stepped(w, x))
+    return y, jax.lax.stop_gradient(t)
+
+
+def handed_on_twice(w, x):
+    t, y = paired(*stepped(w, x))
+    return y + paired(*stepped(w, y))[1], jax.lax.stop_gradient(t)
+
+
 @policies
-@pytest.mark.parametrize("fun", [solved, counted, measured])
+@pytest.mark.parametrize(
+    "fun",
+    [
+        solved,
+        counted,
+        measured,
+        timed,
+        timed_in_a_branch,
+        until,
+        handed_on,
+        handed_on_twice,
+    ],
+)
 def test_what_has_no_gradient(fun, policy):
     def gradient(fun):
         return jax.grad(lambda w: jnp.sum(fun(w, X)[0] ** 2))(W)
