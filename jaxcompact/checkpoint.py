@@ -198,7 +198,7 @@ class _Call:
                 raise TypeError(
                     f"{self.input_names()[i]} must be an array, or an argument of "
                     f"static_argnums or static_argnames (if it is given by its name), "
-                    f"got {x!r}"
+                    f"or what fun closes over, got {x!r}"
                 ) from None
         return tuple(found)
 

@@ -36,6 +36,7 @@ from jaxcompact.kinds import (
     rules_algebra,
 )
 from jaxcompact.loops import exact_outputs
+from jaxcompact.normal import find_features
 from jaxcompact.phases import find_phases
 from jaxcompact.rows import find_rows
 from jaxcompact.scores import (
@@ -117,7 +118,7 @@ class Tensors:
         self._add_factors(factors)
         self._add_functions(moving)
         steep = bells | find_angles(graph, given, self.data)
-        steep |= find_expanded(graph, given, self.data)
+        steep |= find_expanded(graph, given, self.data) | find_features(graph)
         self._describe(moving, exponents, enlarged, steep)
         sums = {op for ends in norms.values() for op, _ in ends}
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}

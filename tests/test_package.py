@@ -34,6 +34,7 @@ LAYERS = (
         "depth",
         "parts",
         "loops",
+        "normal",
         "phases",
         "outputs",
         "pullbacks",
@@ -66,7 +67,8 @@ INSIDE = {
         {"search"},
     ),
     "planner": (
-        {"arguments", "block", "integer", "plan", "probing", "roofline", "scan"},
+        {"arguments", "integer", "plan", "probing", "roofline", "scan"},
+        {"block"},
         {"effects", "layers", "measured", "stages"},
         {"items", "sensitivity"},
         {"problem"},
