@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend.core import get_opaque_trace_state
 
-from jaxcompact.graph import graph_of, joined
+from jaxcompact.graph import Graph, graph_of, joined
+from jaxcompact.kinds import is_entered
 from jaxcompact.outputs import Outputs
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy, require_policy
@@ -301,7 +302,7 @@ def _trace(
             )
         raise
     graph = joined(graph_of(closed))
-    if any(hasattr(aval, "inner_aval") for aval in graph.avals):
+    if _has_references(graph):
         raise NotImplementedError(
             f"checkpoint of {label!r}: it uses mutable references"
         )
@@ -337,6 +338,14 @@ def _trace(
         once=once,
     )
     return traced, list(closed.consts)
+
+
+def _has_references(graph: Graph) -> bool:
+    """Also in the bodies of loops and branches, which are checkpointed as it is."""
+    bodies = (body for op in graph.ops if is_entered(op) for body in op.jaxprs)
+    return any(hasattr(aval, "inner_aval") for aval in graph.avals) or any(
+        map(_has_references, map(graph_of, bodies))
+    )
 
 
 def label_of(fun: Callable) -> str:

@@ -400,4 +400,4 @@ def _moved(op: Op, moving: Collection[int]) -> Collection[int]:
             for i, o in state_of(op).items():
                 given[i] |= ends[o]
         found.update(compress(op.outs, ends))
-    return found if each else op.outs
+    return found if known and len(each) == len(op.jaxprs) else op.outs

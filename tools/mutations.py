@@ -1432,7 +1432,7 @@ MUTATIONS = [
     Mutation(
         "all that a branch makes moves",
         "jaxcompact/graph.py",
-        "return found if each else op.outs",
+        "return found if known and len(each) == len(op.jaxprs) else op.outs",
         "return op.outs",
         "tests/checkpoint/test_unread.py::test_what_has_no_gradient",
     ),
@@ -1449,6 +1449,13 @@ MUTATIONS = [
         "scaled = op.kind in MULTIPLES and len({*op.reads}) == 1",
         "scaled = op.kind in MULTIPLES",
         "tests/test_normal.py::test_which_features_are_whole",
+    ),
+    Mutation(
+        "references in a branch are not seen",
+        "jaxcompact/checkpoint.py",
+        "map(_has_references, map(graph_of, bodies))",
+        "()",
+        "tests/checkpoint/test_refusals.py::test_mutable_references_are_refused_by_name",
     ),
     Mutation(
         "heads share a scale",

@@ -111,11 +111,28 @@ def test_a_largest_of_an_empty_batch():
     assert not jax.grad(lambda w: small(w, x).sum())(w).any()
 
 
-def test_mutable_references_are_refused_by_name():
-    def counted(w, x):
+def in_a_branch(fun):
+    return lambda w, x: jax.lax.cond(x[0, 0] < 9, fun, lambda w, x: x @ w[0], w, x)
+
+
+def in_a_loop(fun):
+    def call(w, x):
+        return jax.lax.scan(lambda y, _: (y + fun(w, x), None), x @ w[0], length=2)[0]
+
+    return call
+
+
+@pytest.mark.parametrize("inside", [lambda fun: fun, in_a_branch, in_a_loop])
+def test_mutable_references_are_refused_by_name(inside):
+    """In a branch gradients would be zero, in a loop NaN."""
+
+    def referring(w, x):
         count = jax.new_ref(jnp.zeros(()))
         count[...] += x.sum()
         return x @ w[0] * count[...]
+
+    def counted(w, x):
+        return inside(referring)(w, x)
 
     with pytest.raises(NotImplementedError, match="'counted'.* mutable references"):
         jc.checkpoint(counted, policy=LOSSY)(W, X)
