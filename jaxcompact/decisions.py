@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from jaxcompact.arrays import is_float, is_inexact
 from jaxcompact.differences import narrow
 from jaxcompact.graph import Graph, Op, graph_of, of_no_number
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
+from jaxcompact.kinds import ELEMENTWISE, LAYOUT, is_any, renames
 
 _ROUNDS = "ceil", "floor", "rem", "round"
 _COMPARES = "eq", "ge", "gt", "le", "lt", "ne", "sign"
@@ -121,13 +121,16 @@ def find_searched(
 def decided(rule: Graph, residuals: Sequence[int]) -> set[int]:
     """Which of them a backward rule compares with something, or rounds.
 
-    As they are or after operations on each entry.
+    As they are or after operations on each entry; or that it runs loops in a loop from:
+    as a solver's that chooses its steps, which were chosen by what they began with.
     """
     origins = {v: {v} for v in residuals if is_inexact(rule.avals[v])}
     found: set[int] = set()
     for op in rule.ops:
         of_op = set().union(*(origins.get(v, ()) for v in op.reads))
-        if op.kind in _COMPARES or op.kind in _ROUNDS:
+        inside = (o for body in op.jaxprs for o in graph_of(body).ops)
+        again = op.kind == "while" and any(is_any(o, ("while",)) for o in inside)
+        if again or op.kind in _COMPARES or op.kind in _ROUNDS:
             found |= of_op
         elif op.kind in ELEMENTWISE or op.kind in LAYOUT or renames(op):
             origins |= dict.fromkeys(op.outs, of_op)

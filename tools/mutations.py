@@ -1458,6 +1458,13 @@ MUTATIONS = [
         "tests/checkpoint/test_refusals.py::test_mutable_references_are_refused_by_name",
     ),
     Mutation(
+        "a solver's steps are chosen again of rounded numbers",
+        "jaxcompact/decisions.py",
+        "if again or op.kind in _COMPARES",
+        "if op.kind in _COMPARES",
+        "tests/models/test_diffrax.py::test_a_solver_that_chooses_its_steps",
+    ),
+    Mutation(
         "heads share a scale",
         "jaxcompact/policy.py",
         "group = max(1, min([codec.group_size, *tensor.shape[-1:]]))",
