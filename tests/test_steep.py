@@ -43,7 +43,7 @@ GUARDED = {
 
 
 @pytest.mark.parametrize("name", GUARDED)
-@pytest.mark.parametrize(("policy", "bound"), [("int8", 0.1), ("int4", 0.6)])
+@pytest.mark.parametrize(("policy", "bound"), [slow("int8", 0.1), ("int4", 0.6)])
 def test_a_guard_holds_for_what_is_rounded(name, policy, bound):
     """It was chosen not to be the guard; rounded it may be below, even negative."""
     policy = getattr(jc.policies, policy)()

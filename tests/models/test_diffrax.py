@@ -73,13 +73,13 @@ def stochastic(adjoint, w, y):
     ("equation", "adjoint", "policy"),
     [
         (ordinary, dfx.RecursiveCheckpointAdjoint, "exact"),
-        (ordinary, dfx.RecursiveCheckpointAdjoint, "int4"),
+        slow(ordinary, dfx.RecursiveCheckpointAdjoint, "int4"),
         slow(ordinary, dfx.DirectAdjoint, "exact"),
         slow(ordinary, dfx.DirectAdjoint, "int4"),
         slow(stochastic, dfx.RecursiveCheckpointAdjoint, "exact"),
         slow(stochastic, dfx.RecursiveCheckpointAdjoint, "int4"),
-        (stochastic, dfx.DirectAdjoint, "exact"),
-        slow(stochastic, dfx.DirectAdjoint, "int4"),
+        slow(stochastic, dfx.DirectAdjoint, "exact"),
+        (stochastic, dfx.DirectAdjoint, "int4"),
     ],
 )
 def test_solvers_of_differential_equations(equation, adjoint, policy):

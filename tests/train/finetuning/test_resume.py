@@ -87,14 +87,9 @@ def test_a_run_under_a_budget_resumes_to_the_same_losses(
     assert run([*given, *planned], whole.parent, "--resume", "1") == 0
     assert losses_of(whole) == losses
     assert run([*given, "--plan", str(whole / "plan.2.json")], other) == 0
-    assert run([*given], tmp_path / "exact") == 0
-    exact, followed = (
-        losses_of(tmp_path / "exact" / "exact"),
-        losses_of(other / "exact"),
-    )
-    assert exact[0] == followed[0] == losses[0]
-    assert len({exact[2], followed[2], losses[2]}) == 3
-    np.testing.assert_allclose(losses, exact, rtol=0.2)
+    followed = losses_of(other / "exact")
+    assert followed[0] == losses[0] and followed[2] != losses[2]
+    np.testing.assert_allclose(losses, followed, rtol=0.2)
 
 
 def test_a_plan_of_another_function_is_refused(arguments, tmp_path, capsys):
