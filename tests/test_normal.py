@@ -42,9 +42,8 @@ def held_out(solve):
 
 @pytest.mark.parametrize("solve", [primal, slow(of_factors), slow(dual)])
 def test_gradients_of_a_ridge_regression(solve):
-    """What is left is of the queries, in 4 bits: of the weights' units those that the
-    ridge holds, which have no larger part of the gradient than the others. With rounded
-    features it is off by 0.8 to 1.7 of itself."""
+    """What is left, 0.16, is of the queries' features, in 4 bits. Where those of the
+    equations are rounded it is 0.8 to 1.7."""
     loss = held_out(solve)
     small = jc.checkpoint(loss, policy=jc.policies.int4(), params=0)
     exact, found = (
