@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from jaxcompact.differences import narrow
-from jaxcompact.graph import Graph, Op, bodies, moving_values, state_of
+from jaxcompact.graph import Graph, Op, bodies, state_of
 from jaxcompact.kinds import expensive
+from jaxcompact.moving import moving_values
 from jaxcompact.spans import Span, find_spans, span_of
 
 _FAST = 8  # radians of a sine for one of what it is made of

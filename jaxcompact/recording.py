@@ -11,8 +11,9 @@ from jax.interpreters import ad
 
 from jaxcompact.arrays import renewed
 from jaxcompact.choices import choices, choose
-from jaxcompact.graph import Graph, Op, Value, graph_of_rule, moving_values, read
+from jaxcompact.graph import Graph, Op, Value, graph_of_rule, read
 from jaxcompact.kinds import is_block
+from jaxcompact.moving import moving_values
 from jaxcompact.program import Program
 from jaxcompact.rules import decided_before, divides, keeps_decisions, made_of
 from jaxcompact.sources import Choice, Residual, Slope, Source

@@ -15,8 +15,9 @@ from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward, Cut
 from jaxcompact.codecs import Chain, Codec, Offload, Quantized
 from jaxcompact.forward import Forward
-from jaxcompact.graph import Graph, Op, graph_of, moving_values
+from jaxcompact.graph import Graph, Op, graph_of
 from jaxcompact.kinds import is_entered
+from jaxcompact.moving import moving_values
 from jaxcompact.policy import (
     Action,
     ChoosesActions,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
-from jaxcompact.graph import moving_values
+from jaxcompact.moving import moving_values
 from jaxcompact.tensors import Tensors
 
 S = jax.ShapeDtypeStruct

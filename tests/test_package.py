@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"kernels", "arrays"},
     {"codecs", "graph", "paths", "memory", "reals"},
-    {"projection", "kinds", "choices", "sources", "tensor"},
+    {"projection", "kinds", "choices", "moving", "sources", "tensor"},
     {"differences", "hoisting", "layouts", "sketched", "solving", "spans"},
     {
         "correlations",

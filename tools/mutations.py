@@ -1431,7 +1431,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all that a branch makes moves",
-        "jaxcompact/graph.py",
+        "jaxcompact/moving.py",
         "return found if known and len(each) == len(op.jaxprs) else op.outs",
         "return op.outs",
         "tests/checkpoint/test_unread.py::test_what_has_no_gradient",
