@@ -2,12 +2,19 @@
 
 What is solved with has a gradient of ``h`` that is many times smaller than its terms,
 which cancel: of rounded features nothing of it is left. (Ridge regression as a last
-layer, as R2-D2's.)
+layer, as R2-D2's; the log-determinant of a Gaussian process.)
 """
 
 from jaxcompact.differences import MULTIPLES, narrow
 from jaxcompact.graph import Graph, Op, behind
-from jaxcompact.kinds import ADDITIONS, LAYOUT, LINEAR_ALGEBRA, expensive, renames
+from jaxcompact.kinds import (
+    ADDITIONS,
+    LAYOUT,
+    LINEAR_ALGEBRA,
+    expensive,
+    renames,
+    rules_algebra,
+)
 
 
 def find_features(graph: Graph) -> set[int]:
@@ -24,7 +31,8 @@ def find_features(graph: Graph) -> set[int]:
         scaled = op.kind in MULTIPLES and len({*op.reads}) == 1
         return op.kind in LAYOUT or renames(op) or scaled
 
-    matrices = (v for op in graph.ops if op.kind in LINEAR_ALGEBRA for v in op.reads)
+    solve = (o for o in graph.ops if o.kind in LINEAR_ALGEBRA or rules_algebra(o))
+    matrices = (v for op in solve for v in op.reads)
     makers = map(graph.made_by.get, behind(matrices, graph, same))
     products = (op for op in makers if op and op.kind == "dot_general")
     factors = ({narrow(v, graph) for v in op.reads} for op in products)
