@@ -262,6 +262,7 @@ class Compress:
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
 
+    The smallest tensors, which together take a hundredth of all, are kept as they are.
     ``scores`` and ``attention`` are None to be as all others. With ``scores`` a
     `Quantized` codec is standardized, over the axes that are summed up, for what norms
     of channels (batch, instance, group norms) read, unless weights or a mask choose
@@ -308,6 +309,8 @@ class Compress:
         most = 2 * TERMS if tensor.exponent else TERMS
         if tensor.terms is not None and tensor.terms <= most:
             return Recompute(), f"a product over {tensor.terms} terms"
+        if tensor.small:
+            return Save(), "small beside all that is stored"
         codec = self.scores
         as_others = tensor.table and isinstance(codec, Save)
         if tensor.scores is not None and codec is not None and not as_others:

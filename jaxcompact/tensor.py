@@ -65,6 +65,8 @@ class Tensor:
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
             policies with ``statistics``, sums and maxima too (of norms, of softmax).
+        small: one of the smallest, which together take a hundredth of all (gates, what
+            a mean has pooled).
     """
 
     name: str
@@ -90,6 +92,7 @@ class Tensor:
     bound: float | None = None
     step: bool = False
     statistic: bool = False
+    small: bool = False
 
     @classmethod
     def of(cls, aval: Any, **fields: Any) -> Self:

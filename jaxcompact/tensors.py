@@ -46,6 +46,7 @@ from jaxcompact.scores import (
     multiplies,
     terms_of,
 )
+from jaxcompact.small import find_small
 from jaxcompact.solving import solves_for_state
 from jaxcompact.tensor import Tensor
 
@@ -124,6 +125,9 @@ class Tensors:
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
         for value, row in find_rows(graph, sums, stored).items():
             self.found.change(value, row=row)
+        frozen = inputs.keys() - moving
+        for value in find_small(self.found, frozen):
+            self.found.change(value, small=True)
 
     def _find_data(self) -> None:
         for op in self.graph.ops:

@@ -43,7 +43,7 @@ LAYERS = (
         "rows",
         "bounded",
     },
-    {"scores"},
+    {"scores", "small"},
     {"candidates"},
     {"subspace", "tensors", "program", "norms", "rules", "surrogates"},
     {"policy", "recording"},

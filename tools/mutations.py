@@ -492,6 +492,20 @@ MUTATIONS = [
         "tests/optimizers/test_inner.py::test_a_centered_variance_outlives_a_new_projection",
     ),
     Mutation(
+        "of small tensors as large as each other some are encoded",
+        "jaxcompact/small.py",
+        "left -= nbytes * len(values)",
+        "left -= nbytes",
+        "tests/test_small.py::test_together_they_take_a_hundredth",
+    ),
+    Mutation(
+        "small tensors are encoded as others are",
+        "jaxcompact/policy.py",
+        "if tensor.small:",
+        "if False:",
+        "tests/test_small.py::test_gradients_of_what_few_numbers_multiply",
+    ),
+    Mutation(
         "a norm is made again of what is rounded",
         "jaxcompact/tensors.py",
         "        enlarged = self._add_norms(norms)\n",

@@ -1,0 +1,37 @@
+"""What takes so little of all that is stored that encoding it saves nothing.
+
+Gates of heads, rows that a mean has pooled, what conditions a layer: each of their
+numbers multiplies a whole row of others, with its error.
+"""
+
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+
+from jaxcompact.tensor import TERMS, Tensor
+
+_SHARE = 100  # of the bytes that would be stored as they are
+
+
+def find_small(found: Mapping[int, Tensor], frozen: Iterable[int]) -> set[int]:
+    """The smallest of those that are stored, which together take a hundredth of all;
+    of several that are as large, all or none.
+
+    ``frozen``: inputs that are kept by reference.
+    """
+    sizes = {v: t.nbytes for v, t in found.items() if _is_stored(t)}
+    sizes = {v: n for v, n in sizes.items() if v not in {*frozen}}
+    left = sum(sizes.values()) / _SHARE
+    small: set[int] = set()
+    for nbytes, alike in groupby(sorted(sizes, key=sizes.__getitem__), sizes.get):
+        values = {*alike}
+        left -= nbytes * len(values)
+        if left < 0:
+            break
+        small |= values
+    return small
+
+
+def _is_stored(tensor: Tensor) -> bool:
+    """Whether a policy that encodes would, and not make it again."""
+    again = tensor.cheap or (tensor.terms is not None and tensor.terms <= 2 * TERMS)
+    return tensor.floating and tensor.kind != "function" and not again
