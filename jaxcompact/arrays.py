@@ -35,6 +35,10 @@ def is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def nbytes_of(aval: Any) -> int:
+    return aval.size * aval.dtype.itemsize
+
+
 def on_host(x: Any) -> bool:
     """Of an array, or of what describes one."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)

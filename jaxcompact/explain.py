@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxcompact.arrays import is_inexact, on_host
+from jaxcompact.arrays import is_inexact, nbytes_of, on_host
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
 from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
@@ -159,7 +159,7 @@ def explain(
             "",
             "keep",
             "closed over" if _is_closed_over(name) else "a parameter",
-            _nbytes(traced.graph.avals[v]),
+            nbytes_of(traced.graph.avals[v]),
             0,
         )
         for v, name in traced.labels.items()
@@ -217,8 +217,8 @@ def _rows(plan: Plan) -> list[Row]:
         if value in stores:
             text = ", ".join(written(slot.action) for slot, _ in stores[value])
             leaves = [leaf for _, store in stores[value] for leaf in store.leaves]
-            away = sum(_nbytes(leaf) for leaf in leaves if on_host(leaf))
-            size = sum(map(_nbytes, leaves)) - away
+            away = sum(nbytes_of(leaf) for leaf in leaves if on_host(leaf))
+            size = sum(map(nbytes_of, leaves)) - away
         elif value in kept:
             text = "keep"
             if isinstance(action, Recompute):
@@ -240,7 +240,3 @@ def _rows(plan: Plan) -> list[Row]:
             )
         )
     return rows
-
-
-def _nbytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize

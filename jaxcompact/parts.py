@@ -4,10 +4,10 @@ And tensors that are read part by part, as one product's dt, B, C, x and z in Ma
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import jax.numpy as jnp
 
+from jaxcompact.arrays import nbytes_of
 from jaxcompact.graph import Graph, Op
 from jaxcompact.kinds import ADDITIONS, BLOCKS
 
@@ -32,7 +32,7 @@ def find_parts(graph: Graph, candidates: Collection[int]) -> dict[int, int]:
             if not _is_part(op, graph):
                 break
             (value,) = op.outs
-            if _nbytes(graph.avals[value]) < _nbytes(graph.avals[smallest]):
+            if nbytes_of(graph.avals[value]) < nbytes_of(graph.avals[smallest]):
                 smallest = value
         if smallest != candidate:
             found[candidate] = smallest
@@ -76,7 +76,3 @@ def _is_part(op: Op, graph: Graph) -> bool:
     dtypes = [graph.avals[v].dtype for v in (*op.reads, *op.outs)]
     numbers = all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
     return op.kind in _PLACES or (numbers and op.kind in _NUMBERS)
-
-
-def _nbytes(aval: Any) -> int:
-    return aval.size * aval.dtype.itemsize

@@ -48,6 +48,7 @@ from jaxcompact.scores import (
 )
 from jaxcompact.small import find_small
 from jaxcompact.solving import solves_for_state
+from jaxcompact.still import find_ends
 from jaxcompact.tensor import Tensor
 
 # A loss's difference is kept whole beside a tensor that is so many times larger.
@@ -110,6 +111,9 @@ class Tensors:
         if self.found.move_to_slices(exponents, self.tables):
             self.found.move_to_sums()
         self.found.cut_chains()
+        frozen = inputs.keys() - moving
+        for value in find_ends(graph, self.found, moving, frozen):
+            self.found.add_result(value)
         norms = find_norms(self.graph, self.fixed)
         enlarged = self._add_norms(norms)
         of = graph, given, self.data, self.fixed
@@ -125,7 +129,6 @@ class Tensors:
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
         for value, row in find_rows(graph, sums, stored).items():
             self.found.change(value, row=row)
-        frozen = inputs.keys() - moving
         for value in find_small(self.found, frozen):
             self.found.change(value, small=True)
 

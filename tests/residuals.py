@@ -55,8 +55,10 @@ def references(fun, *args):
 
 
 def replay(fun, policy, *args, params=0, wrt=None):
+    """``wrt``: which leaves of the arguments are differentiated, if not all."""
     traced, inputs = TRACERS[checkpointed(fun, policy, params)](args, {})
-    mask = tuple(wrt is None or i in wrt for i in range(len(inputs)))
+    first = len(inputs) - len(jax.tree.leaves(args))  # after what it closes over
+    mask = tuple(wrt is None or i - first in wrt for i in range(len(inputs)))
     return traced.plan(mask).replay
 
 

@@ -43,7 +43,7 @@ LAYERS = (
         "rows",
         "bounded",
     },
-    {"scores", "small"},
+    {"scores", "small", "still"},
     {"candidates"},
     {"subspace", "tensors", "program", "norms", "rules", "surrogates"},
     {"policy", "recording"},

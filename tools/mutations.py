@@ -492,6 +492,20 @@ MUTATIONS = [
         "tests/optimizers/test_inner.py::test_a_centered_variance_outlives_a_new_projection",
     ),
     Mutation(
+        "a resampled image is stored as its places",
+        "jaxcompact/still.py",
+        "    for end in ends:",
+        "    for end in ():",
+        "tests/test_still.py::test_a_resampled_image_is_stored_in_place_of_its_places",
+    ),
+    Mutation(
+        "ends of one tensor are counted one by one",
+        "jaxcompact/still.py",
+        "both = both[0] | group[0], both[1] | group[1]",
+        "pass",
+        "tests/test_still.py::test_which_ends_are_stored",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
