@@ -9,6 +9,9 @@ from jaxcompact.codecs import BitMask, Chain, Codec, Narrow, Offload, Quantized
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.tensor import TERMS, Tensor
 
+# Of the shortest groups of q and k: a scale and an offset take half as much as codes.
+_TOKENS = 8
+
 
 @dataclass(frozen=True)
 class Save:
@@ -254,10 +257,10 @@ class Compress:
         codec: of floating point tensors.
         scores: of the operands of softmax scores, q and k, whose errors the exponential
             amplifies, and of fast phases of sines; a `Quantized` takes its groups along
-            the tokens of one channel, and is also for logits, what else an exponential
-            is taken of, and the operands of those that are made again. Of what is read
-            in slices, as Mamba's input, for these alone if they are the lesser part;
-            else, as of q, k and v in one, for the whole.
+            the tokens of one channel, if there are 8, and is also for logits, what else
+            an exponential is taken of, and the operands of those that are made again.
+            Of what is read in slices, as Mamba's input, for these alone if they are the
+            lesser part; else, as of q, k and v in one, for the whole.
         attention: of the other operands and results of an attention that keeps its
             softmax's normalization (cuDNN's): v and the output. `Recompute` runs that
             attention again from decoded q, k and v, which then are no special case.
@@ -314,7 +317,7 @@ class Compress:
         codec = self.scores
         as_others = tensor.table and isinstance(codec, Save)
         if tensor.scores is not None and codec is not None and not as_others:
-            if isinstance(codec, Quantized):
+            if isinstance(codec, Quantized) and tensor.shape[tensor.scores] >= _TOKENS:
                 codec = replace(codec, axis=tensor.scores - len(tensor.shape))
             return codec, "operand of scores or phases"
         if tensor.exponent and isinstance(self.scores, Quantized):

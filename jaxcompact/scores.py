@@ -78,15 +78,17 @@ def find_attention(
         What has a name alone is made again of others, if the policy does not keep it.
         """
         ends: dict[int, int | None] = {}
-        todo, seen = [(value, axis)], set()
+        todo, seen = [(value, axis)], dict[int, int | None]()
         while todo:
             value, axis = todo.pop()
+            if value in seen and (axis is None or seen[value] is not None):
+                continue  # a way through a norm may have come first, and have none
+            seen[value] = axis
             op = made_by.get(value)
             end = op is None or op.kind not in CHEAP or not sources(op)
             if end or value in stops:
                 ends[value] = axis
-            if not end and value not in seen:
-                seen.add(value)
+            if not end:
                 todo += [
                     (v, _axis_before(op, v, axis, graph)) for v in sources(op)[::-1]
                 ]

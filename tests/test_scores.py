@@ -115,3 +115,42 @@ def test_a_temperature_is_no_operand_of_scores():
     said = jc.explain(fun, *args, policy=jc.policies.int4(), params=0)
     (scale,) = (row for row in said.rows if row.name == "scale")
     assert "scores" not in scale.reason and scale.stored <= 4
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_the_tokens_of_heads_that_are_normalized(first, bias):
+    """A way through the norm says nothing of where they lie."""
+
+    def normed(t):
+        scale = jax.lax.rsqrt((t * t).mean(axis=-1, keepdims=True) + 1e-6)
+        return scale * t if first else t * scale
+
+    def fun(w, x):
+        q, k = (jnp.einsum("blc,cnd->blnd", x, w[n]) for n in "qk")
+        if bias:
+            q, k = q + w["bias"], k + w["bias"]
+        scores = jnp.einsum("bqnd,bknd->bnqk", normed(q), normed(k))
+        return jnp.einsum("bnqk,bkc->bqnc", jax.nn.softmax(scores), x)
+
+    w = {n: S((16, 4, 8), jnp.float32) for n in "qk"}
+    w["bias"] = S((1, 1, 1, 8), jnp.float32)
+    found = candidates(fun, w, S((2, 32, 16), jnp.float32))
+    axes = [t.scores for t in found.values() if t.shape == (2, 32, 4, 8)]
+    assert axes == [1, 1]
+
+
+def test_where_tokens_are_few_groups_are_of_channels():
+    """A scale and an offset for one entry are larger than it."""
+
+    def fun(w, x, near):
+        """Each pixel asks its neighbours."""
+        q, k = x[:, :, None] @ w, near @ w
+        return jax.nn.softmax(jnp.einsum("nrtd,nrsd->nrts", q, k))
+
+    shapes = (64, 64), (8, 16, 64), (8, 16, 9, 64)
+    args = (S(shape, jnp.float32) for shape in shapes)
+    said = jc.explain(fun, *args, policy=jc.policies.int4(), params=0)
+    q, k = (row for row in said.rows if row.reason == "operand of scores or phases")
+    assert (q.shape, q.stored) == ((8, 16, 1, 64), 8 * 16 * (64 + 4))
+    assert (k.shape, k.stored) == ((8, 16, 9, 64), 8 * 16 * 64 * (9 + 4))

@@ -506,6 +506,20 @@ MUTATIONS = [
         "tests/test_still.py::test_which_ends_are_stored",
     ),
     Mutation(
+        "the axis of tokens is lost through a norm",
+        "jaxcompact/scores.py",
+        "if value in seen and (axis is None or seen[value] is not None):",
+        "if value in seen:",
+        "tests/test_scores.py::test_the_tokens_of_heads_that_are_normalized",
+    ),
+    Mutation(
+        "groups are taken along few tokens",
+        "jaxcompact/policy.py",
+        "tensor.shape[tensor.scores] >= _TOKENS",
+        "True",
+        "tests/test_scores.py::test_where_tokens_are_few_groups_are_of_channels",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
