@@ -39,6 +39,7 @@ _SUMS = frozenset("add convert_element_type div max mul reduce_max reduce_sum".s
 _Followed = tuple[int, bool, bool]  # a value, whether it is squared, and guarded
 _Sum = tuple[Op, bool]  # that a norm is made of, and whether it is of squares
 _TERMS = 8  # of the longest sum of squares that might vanish as a whole
+_MANY = 16  # of a sum that is stored in place of its terms
 _GUARD = 1.0  # a constant that keeps what it is added to from zero, as in 1 + x^2
 
 
@@ -127,7 +128,10 @@ def _union(found: Mapping[int, list[int]], values: Collection[int]) -> list[int]
 
 
 def find_divisors(
-    graph: Graph, fixed: Collection[int], steep: Collection[int] = ()
+    graph: Graph,
+    fixed: Collection[int],
+    steep: Collection[int] = (),
+    stored: Collection[int] = (),
 ) -> set[int]:
     """Values that are divided by, as numbers or matrices, or in a logarithm or a root.
 
@@ -135,7 +139,7 @@ def find_divisors(
     sums of squares, nor in squares through longer sums: a norm or a variance says
     nothing of the tensor that is normalized. What makes the terms of a sum that may
     cancel is followed whatever it is, exponentials too. ``steep``: values that are read
-    so outside of the graph.
+    so outside of the graph; ``stored``: which are followed no further.
     """
     facts = _Facts(graph)
     found: set[tuple[int, bool, bool]] = set()
@@ -150,7 +154,7 @@ def find_divisors(
             continue
         found.add(item)
         op = facts.graph.made_by.get(value)
-        if op is None:
+        if op is None or value in stored:
             continue
         squared |= is_square(op)
         if cancels and not expensive(op):
@@ -160,6 +164,23 @@ def find_divisors(
         cancels = op.kind == "reduce_sum" and not all(map(facts.is_positive, op.reads))
         todo += [(v, squared, cancels and not squared) for v in sources]
     return {value for value, *_ in found}
+
+
+def long_sums(graph: Graph, values: Collection[int]) -> set[int]:
+    """Sums of many others, which nothing else reads: less to store than these are.
+
+    Not of squares, of which a norm is taken, nor where the terms are read as well:
+    divided by a sum that cancels they would be rounded beside it.
+    """
+    squares = _Facts(graph).squares
+    found = set()
+    for op in graph.ops:
+        if op.kind == "reduce_sum" and not values.isdisjoint(op.outs):
+            (terms,), (value,) = op.reads, op.outs
+            alone = len(graph.readers[terms]) == 1 and terms not in squares
+            if alone and graph.avals[terms].size >= _MANY * graph.avals[value].size:
+                found.add(value)
+    return found
 
 
 def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, list[_Sum]]:

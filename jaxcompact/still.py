@@ -54,7 +54,7 @@ def _least(ends: set[int], of: set[int], graph: Graph, stored: Set[int]) -> set[
             leads.update(op.outs)
 
     def size(values: Set[int]) -> float:
-        floating = all(is_inexact(graph.avals[v]) for v in values)
+        floating = all(v in stored or is_inexact(graph.avals[v]) for v in values)
         return sum(nbytes_of(graph.avals[v]) for v in values) if floating else math.inf
 
     crossed = best = ends & leads

@@ -21,10 +21,10 @@ from jaxcompact.differences import (
     find_scaled,
     given_by,
 )
-from jaxcompact.divisors import find_divisors, find_norms
+from jaxcompact.divisors import find_divisors, find_norms, long_sums
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op
+from jaxcompact.graph import Graph, Op, behind
 from jaxcompact.integers import find_integers, within_bounds
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
@@ -124,7 +124,8 @@ class Tensors:
         self._add_functions(moving)
         steep = bells | find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data) | find_features(graph)
-        self._describe(moving, exponents, enlarged, steep)
+        divisors = self._find_divisors(steep)
+        self._describe(moving, exponents, enlarged, divisors)
         sums = {op for ends in norms.values() for op, _ in ends}
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
         for value, row in find_rows(graph, sums, stored).items():
@@ -141,8 +142,29 @@ class Tensors:
                 if inexact or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
+    def _find_divisors(self, steep: Set[int]) -> set[int]:
+        """And sums of many that are stored in place of what would be whole of them."""
+        of = self.graph, self.fixed, steep
+        divisors = find_divisors(*of)
+        sums = long_sums(self.graph, divisors)
+        less = find_divisors(*of, sums) if sums else divisors
+        whole = (v for v in divisors - less if v in self.found)
+        whole = {v for v in whole if not self.found[v].cheap}
+        for value in sums & less:
+            cheaply = behind([value], self.graph, lambda op: not expensive(op))
+            if whole.isdisjoint(cheaply):
+                sums.remove(value)
+        for value in sums:
+            self.found.add_result(value)
+            self.found.change(value, cheap=False, statistic=False)
+        return find_divisors(*of, sums) if sums else divisors
+
     def _describe(
-        self, moving: Set[int], exponents: Set[int], enlarged: Set[int], steep: Set[int]
+        self,
+        moving: Set[int],
+        exponents: Set[int],
+        enlarged: Set[int],
+        divisors: Set[int],
     ) -> None:
         """What is read of those that may be encoded, which says how finely."""
         graph = self.graph
@@ -154,7 +176,7 @@ class Tensors:
         norms = [v for v in stored if self.found[v].normed]
         of = self.fixed, stored, self.known, norms, self.tables, moving
         attention = find_attention(graph, *of)
-        divisors = find_divisors(graph, self.fixed, steep) | exact_outputs(graph)
+        divisors = divisors | exact_outputs(graph)
         phases, again = find_phases(graph, self.fixed, moving, stored)
         for value in stored:
             tensor, op = self.found[value], graph.made_by.get(value)

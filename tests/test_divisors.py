@@ -7,6 +7,7 @@ import pytest
 import jaxcompact as jc
 from tests.candidates import S, W, X, candidates
 from tests.draws import normal
+from tests.residuals import relative
 
 
 @jax.custom_vjp
@@ -70,7 +71,8 @@ def test_inverses_by_rules_of_their_own_are_exact(solve):
         ),
         lambda x, y: x[:, :1] * jnp.linalg.norm(y[:, :3], axis=-1, keepdims=True),
         # sums that may be small as a whole, products
-        lambda x, y: x / y.sum(-1, keepdims=True),
+        lambda x, y: y / y.sum(-1, keepdims=True),
+        lambda x, y: x[:, :1] / y[:, :8].sum(-1, keepdims=True),
         lambda x, y: x * jnp.log(jnp.prod(y, -1, keepdims=True)),
         # steep elsewhere than at zero
         lambda x, y: x * jnp.log2(y),
@@ -103,6 +105,35 @@ def test_what_is_divided_by(use):
     found = candidates(lambda w, x: use(jax.lax.logistic(x), x @ w), W, X)
     kept = [n for n, t in found.items() if t.divisor and not t.cheap]
     assert kept == ["dot_general.0"]
+
+
+@pytest.mark.parametrize(
+    "divisor",
+    [
+        lambda y: jnp.tanh(y).sum(-1),
+        lambda y: 1 / jnp.log1p(jax.nn.softplus(y).sum(-1) / 16),
+        lambda y: (jax.nn.softmax(y) * jnp.linspace(-1, 1, 16)[None]).sum(-1) + 2,
+        lambda y: (jnp.tanh(y).sum(-1)[:, None] * jnp.sin(y)).sum(-1),
+    ],
+)
+def test_of_a_long_sum_the_sum_is_stored(divisor):
+    """Its terms may be rounded then; where they are divided by it as well, they are
+    not (`test_what_is_divided_by`)."""
+    found = candidates(lambda w, x: x[:, 0] / divisor(x @ w), W, X)
+    kept = [n for n, t in found.items() if t.divisor and not t.cheap]
+    assert kept[0].startswith("reduce_sum") and len(kept) == 1
+
+
+def test_gradients_of_what_a_long_sum_divides():
+    """As far off as those of other functions of what is rounded."""
+
+    def fun(w, x):
+        return (x[:, 0] / (4 + jnp.tanh(x @ w).sum(-1))).sum()
+
+    w, x = normal(0, 16, 64) / 4, normal(1, 64, 16)
+    small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    assert relative(jax.jit(jax.grad(small))(w, x), jax.grad(fun)(w, x)) < 0.1
+    assert jc.explain(small, w, x).stored < 0.3 * 64 * 64 * 4
 
 
 def test_what_an_op_keeps_that_divides_is_no_substitute_either():

@@ -72,6 +72,11 @@ def test_a_resampled_image_is_stored_in_place_of_its_places(policy, most):
             ),
             [(N,), (N, 8)],
         ),
+        # Nor what is looked up: its place, and whether that is counted from the end.
+        (
+            lambda w, x: (x @ w) * KERNEL[(x @ KERNEL).argmax(1), :8],
+            [(N,), (N,), (N, 8)],
+        ),
         # Of what moves, it is made again with that.
         (
             lambda w, x: (

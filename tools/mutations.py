@@ -520,6 +520,20 @@ MUTATIONS = [
         "tests/test_scores.py::test_where_tokens_are_few_groups_are_of_channels",
     ),
     Mutation(
+        "a long sum that divides is made again of whole terms",
+        "jaxcompact/tensors.py",
+        "if whole.isdisjoint(cheaply):",
+        "if True:",
+        "tests/test_divisors.py::test_of_a_long_sum_the_sum_is_stored",
+    ),
+    Mutation(
+        "terms that are divided by their sum are rounded",
+        "jaxcompact/divisors.py",
+        "alone = len(graph.readers[terms]) == 1 and terms not in squares",
+        "alone = True",
+        "tests/test_divisors.py::test_what_is_divided_by",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
