@@ -15,8 +15,8 @@ from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward, Cut
 from jaxcompact.codecs import Chain, Codec, Offload, Quantized
 from jaxcompact.forward import Forward
-from jaxcompact.graph import Graph, Op, graph_of
-from jaxcompact.kinds import is_entered
+from jaxcompact.graph import Graph, Op, behind, graph_of
+from jaxcompact.kinds import expensive, is_entered
 from jaxcompact.moving import moving_values
 from jaxcompact.policy import (
     Action,
@@ -91,6 +91,7 @@ class Replay:
         self.moving = moving_values(replace(graph, outputs=outputs), perturbed)
         self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
+        self._round_again()
         self.stands_for = self._results()
         self.slopes = {
             v: action.codec
@@ -106,6 +107,26 @@ class Replay:
             if of_value(self.chosen[value][1]) != Recompute():  # a rule asks for it
                 self.stands_for.pop(value, None)
         self._trace_backward()
+
+    def _round_again(self) -> None:
+        """What was rounded, of what is kept whole, and takes no more."""
+        for value, (tensor, action, _) in self.chosen.items():
+            op = self.graph.made_by.get(value)
+            rounded = tensor.discrete and tensor.floating and tensor.kind == "op"
+            if not (rounded and action == Save() and op and not expensive(op)):
+                continue
+            roots = {
+                v: self.chosen[v]
+                for v in behind(op.reads, self.graph, self._is_made_again)
+                if v in self.chosen and of_value(self.chosen[v][1]) != Recompute()
+            }
+            whole = all(is_exact(action) for _, action, _ in roots.values())
+            if whole and sum(t.nbytes for t, *_ in roots.values()) <= tensor.nbytes:
+                self.chosen[value] = tensor, Recompute(), "made of what is whole"
+
+    def _is_made_again(self, op: Op) -> bool:
+        actions = (self.chosen[v][1] for v in op.outs if v in self.chosen)
+        return all(of_value(action) == Recompute() for action in actions)
 
     def _results(self) -> dict[int, int]:
         """What is stored in the place of what is encoded, or probed, if it is not by

@@ -145,6 +145,27 @@ def test_what_stays_whole_is_the_narrowest():
     assert (features["x"], features["dot_general.0"]) == ("keep", "Recompute()")
 
 
+def test_what_is_rounded_of_what_is_whole_is_made_again():
+    """Angles that are kept small, as mip-NeRF 360's, of coordinates that are whole."""
+
+    def fun(p, x):
+        angles = (x[:, :3] @ p["pose"])[..., None] * 2.0 ** jnp.arange(10.0)
+        angles = angles.reshape(64, 30)
+        near = jnp.where(abs(angles) < 100, angles, angles % 100)
+        return read(p, waves(near))
+
+    found = stored(fun, PARAMS | POSE, X)
+    assert found["dot_general.0"] == "Save()" and found["rem.0"] == "Recompute()"
+    policy = jc.Policy({"dot_general.0": jc.Quantized(8)}, default=jc.policies.int4())
+    said = jc.explain(fun, PARAMS | POSE, X, policy=policy, params=0)
+    assert {row.name: row.action for row in said.rows}["rem.0"] == "Save()"
+    small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    exact, found = (
+        jax.jit(jax.grad(f))(PARAMS | POSE, X)["pose"] for f in (fun, small)
+    )
+    assert jnp.linalg.norm(found - exact) < 0.12 * jnp.linalg.norm(exact)
+
+
 def test_other_sines_are_rounded():
     """Of a hidden layer, also by two numbers, and of what is scaled by less than 8.
 

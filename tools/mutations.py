@@ -534,6 +534,13 @@ MUTATIONS = [
         "tests/test_divisors.py::test_what_is_divided_by",
     ),
     Mutation(
+        "what is rounded of rounded numbers is made again",
+        "jaxcompact/replay.py",
+        "whole = all(is_exact(action) for _, action, _ in roots.values())",
+        "whole = True",
+        "tests/test_phases.py::test_what_is_rounded_of_what_is_whole_is_made_again",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
