@@ -84,11 +84,13 @@ class Tensors:
         moving: Set[int],
         statistics: bool = False,
     ):
+        self.fixed = graph.independent_of(inputs)
+        # What only gives what has no gradient, as a metric, says nothing of the rest.
+        graph = replace(graph.cut([*moving]), outputs=graph.outputs)
         self.graph, self.known, self.statistics = graph, known, statistics
         self.functions: dict[int, Function] = {}
         self.cells: set[int] = set()  # rounded numbers, and what is made of these alone
         self.expensive = {op for op in graph.ops if expensive(op)}
-        self.fixed = graph.independent_of(inputs)
         self.data = {v for v in inputs if is_inexact(graph.avals[v])}
         self._find_data()
         of = graph, self.fixed, known, find_integers(graph), self.expensive

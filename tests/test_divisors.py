@@ -107,6 +107,23 @@ def test_what_is_divided_by(use):
     assert kept == ["dot_general.0"]
 
 
+@pytest.mark.parametrize("returned", [True, False])
+def test_what_a_metric_divides_by_is_none(returned):
+    """It has no gradient, whether it is returned or dead."""
+
+    def fun(w, x):
+        y = x @ w
+        metric = jnp.log(jax.lax.stop_gradient(y)).sum() + (y > jnp.sin(y)).mean(
+            dtype=jnp.float32
+        )
+        loss = jnp.tanh(y).sum()
+        return (loss, metric) if returned else loss
+
+    found = candidates(fun, W, X)
+    assert not found["dot_general.0"].divisor
+    assert not [t for t in found.values() if t.kind == "mask"]
+
+
 @pytest.mark.parametrize(
     "divisor",
     [

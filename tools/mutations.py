@@ -541,6 +541,13 @@ MUTATIONS = [
         "tests/test_phases.py::test_what_is_rounded_of_what_is_whole_is_made_again",
     ),
     Mutation(
+        "what a metric divides by is whole",
+        "jaxcompact/tensors.py",
+        "graph = replace(graph.cut([*moving]), outputs=graph.outputs)",
+        "",
+        "tests/test_divisors.py::test_what_a_metric_divides_by_is_none",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
