@@ -548,6 +548,13 @@ MUTATIONS = [
         "tests/test_divisors.py::test_what_a_metric_divides_by_is_none",
     ),
     Mutation(
+        "means are as whole as the scales beside them",
+        "jaxcompact/candidates.py",
+        "less |= 0 < len(divisors.intersection(slices)) < len(slices)",
+        "pass",
+        "tests/test_parts.py::test_of_what_divides_in_part_that_part_is_whole",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
