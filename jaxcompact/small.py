@@ -4,7 +4,7 @@ Gates of heads, rows that a mean has pooled, what conditions a layer: each of th
 numbers multiplies a whole row of others, with its error.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import groupby
 
 from jaxcompact.tensor import TERMS, Tensor
@@ -12,14 +12,14 @@ from jaxcompact.tensor import TERMS, Tensor
 _SHARE = 100  # of the bytes that would be stored as they are
 
 
-def find_small(found: Mapping[int, Tensor], frozen: Iterable[int]) -> set[int]:
+def find_small(found: Mapping[int, Tensor], frozen: Collection[int]) -> set[int]:
     """The smallest of those that are stored, which together take a hundredth of all;
     of several that are as large, all or none.
 
     ``frozen``: inputs that are kept by reference.
     """
-    sizes = {v: t.nbytes for v, t in found.items() if _is_stored(t)}
-    sizes = {v: n for v, n in sizes.items() if v not in {*frozen}}
+    stored = (v for v, t in found.items() if _is_stored(t) and v not in frozen)
+    sizes = {v: found[v].nbytes for v in stored}
     left = sum(sizes.values()) / _SHARE
     small: set[int] = set()
     for nbytes, alike in groupby(sorted(sizes, key=sizes.__getitem__), sizes.get):

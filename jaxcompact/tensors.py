@@ -152,10 +152,12 @@ class Tensors:
         less = find_divisors(*of, sums) if sums else divisors
         whole = (v for v in divisors - less if v in self.found)
         whole = {v for v in whole if not self.found[v].cheap}
-        for value in sums & less:
+
+        def is_of_whole(value: int) -> bool:
             cheaply = behind([value], self.graph, lambda op: not expensive(op))
-            if whole.isdisjoint(cheaply):
-                sums.remove(value)
+            return not whole.isdisjoint(cheaply)
+
+        sums = set(filter(is_of_whole, sums & less))
         for value in sums:
             self.found.add_result(value)
             self.found.change(value, cheap=False, statistic=False)
