@@ -12,13 +12,17 @@ from jaxcompact.tensor import TERMS, Tensor
 _SHARE = 100  # of the bytes that would be stored as they are
 
 
-def find_small(found: Mapping[int, Tensor], frozen: Collection[int]) -> set[int]:
+def find_small(
+    found: Mapping[int, Tensor], frozen: Collection[int], extremes: Collection[int] = ()
+) -> set[int]:
     """The smallest of those that are stored, which together take a hundredth of all;
     of several that are as large, all or none.
 
-    ``frozen``: inputs that are kept by reference.
+    ``frozen``: inputs that are kept by reference; ``extremes``: of many entries, which
+    are made again if they are not small.
     """
-    stored = (v for v, t in found.items() if _is_stored(t) and v not in frozen)
+    each = (v for v, t in found.items() if v in extremes or _is_stored(t))
+    stored = [v for v in each if v not in frozen]
     sizes = {v: found[v].nbytes for v in stored}
     left = sum(sizes.values()) / _SHARE
     small: set[int] = set()

@@ -53,6 +53,7 @@ from jaxcompact.tensor import Tensor
 
 # A loss's difference is kept whole beside a tensor that is so many times larger.
 _SMALL = 12
+_ONE_OF = 64  # entries, the largest of which is stored if it is small
 
 
 class Tensors:
@@ -104,7 +105,7 @@ class Tensors:
         for value, name in inputs.items():
             self.found.add(value, name=name, kind="input")
         for op in graph.ops:
-            self._add_outputs(op)
+            self._add_outputs(op, moving)
         for value in find_searched(graph, self.data, self.fixed):
             self._add_rounded(value)
         self._add_names()
@@ -132,8 +133,10 @@ class Tensors:
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
         for value, row in find_rows(graph, sums, stored).items():
             self.found.change(value, row=row)
-        for value in find_small(self.found, frozen):
-            self.found.change(value, small=True)
+        made = ((v, graph.made_by.get(v)) for v in self.found)
+        extremes = {v for v, op in made if op and self._is_extreme(op, v, moving)}
+        for value in find_small(self.found, frozen, extremes):
+            self.found.change(value, small=True, cheap=False)
 
     def _find_data(self) -> None:
         for op in self.graph.ops:
@@ -217,7 +220,7 @@ class Tensors:
         tensor = replace(self.found[value], name="", where="", exponent=False)
         return tensor == Tensor.of(self.graph.avals[value], name="", kind="op")
 
-    def _add_outputs(self, op: Op) -> None:
+    def _add_outputs(self, op: Op, moving: Set[int]) -> None:
         graph, discrete = self.graph, not self.data.isdisjoint(op.reads)
         for i, value in enumerate(op.outs):
             aval = graph.avals[value]
@@ -244,8 +247,8 @@ class Tensors:
                 value = within_bounds(value, graph, self.found.integers)
                 aval = graph.avals[value]
                 fields = {"discrete": discrete, **self.found.span(value)}
-            elif self.statistics and self._is_statistic(op, value):
-                fields = {"cheap": True, "statistic": True}
+            elif self._is_extreme(op, value, moving) or self._is_statistic(op, value):
+                fields = {"cheap": True, "statistic": self._is_statistic(op, value)}
             else:
                 continue
             mask = aval.dtype == bool and op not in self.expensive
@@ -261,12 +264,21 @@ class Tensors:
         self.found.add_result(value)
         self.found.change(value, discrete=True)
 
+    def _is_extreme(self, op: Op, value: int, moving: Set[int]) -> bool:
+        """Of many entries one, as of a cloud of points: whole if it is small."""
+        of = value in self.data and value in moving
+        if not of or op.kind not in ("reduce_max", "reduce_min"):
+            return False
+        avals = self.graph.avals
+        return avals[op.reads[0]].size >= _ONE_OF * avals[value].size
+
     def _is_statistic(self, op: Op, value: int) -> bool:
         avals = self.graph.avals
         largest = max((avals[v].size for v in op.reads), default=0)
         small = 16 * avals[value].size <= largest
         return (
-            op.kind in REDUCTIONS
+            self.statistics
+            and op.kind in REDUCTIONS
             and small
             and value in self.data
             and is_inexact(avals[value])

@@ -14,6 +14,7 @@ from tests.cases import slow
 from tests.draws import normal
 
 B, T, D = 2, 128, 64
+POLICY = jc.policies.int4()
 PARAMS = {
     "up": normal(0, D, 4 * D) / 8,
     "down": normal(1, 4 * D, D) / 16,
@@ -61,7 +62,7 @@ def test_gradients_of_what_few_numbers_multiply(fun, leaf, most, bits):
 
 
 def test_they_are_told():
-    found = jc.explain(modulated, PARAMS, X, GIVEN, policy=jc.policies.int4(), params=0)
+    found = jc.explain(modulated, PARAMS, X, GIVEN, policy=POLICY, params=0)
     small = [
         row for row in found.rows if row.reason == "small beside all that is stored"
     ]
@@ -70,11 +71,29 @@ def test_they_are_told():
     assert (given.name, given.stored) == ("given", 0)  # its owner's
     assert all(row.stored == row.nbytes for row in made)
     codec = jc.Quantized(8)
-    rule = jc.Policy({small[-1].name: codec}, default=jc.policies.int4())
+    rule = jc.Policy({small[-1].name: codec}, default=POLICY)
     found = jc.explain(modulated, PARAMS, X, GIVEN, policy=rule, params=0)
     assert {row.name: row.action for row in found.rows}[small[-1].name] == written(
         codec
     )
+
+
+def test_the_largest_of_many_points_are_whole():
+    """A network of clouds of points, in one: what its last layers read."""
+
+    def fun(params, x, given):
+        largest = jnp.tanh(mlp(params, x)).max(axis=1)
+        return jnp.sum(jnp.tanh(largest @ params["first"]) * given)
+
+    small = jc.checkpoint(fun, policy=POLICY, params=0)
+    exact, found = (jax.grad(f)(PARAMS, X, GIVEN)["first"] for f in (fun, small))
+    assert jnp.linalg.norm(found - exact) < 1e-5 * jnp.linalg.norm(exact)
+    # Beside what they are the largest of, not by themselves.
+    alone = jc.checkpoint(
+        lambda p, x: jnp.sin((x + p).max(axis=1)), policy=POLICY, params=0
+    )
+    said = jc.explain(alone, GIVEN[:, None], X[:, :64])
+    assert {r.name: r.action for r in said.rows}["reduce_max.0"] == "Recompute()"
 
 
 def of(*sizes, **fields):
@@ -118,6 +137,8 @@ def test_what_is_not_stored_does_not_count(fields):
         changed = {**tensors, value: replace(tensors[value], **fields)}
         assert find_small(changed, ()) == others
     assert find_small(tensors, [1]) == set()
+    cheap = {**tensors, 0: replace(tensors[0], cheap=True)}
+    assert find_small(cheap, (), extremes=[0]) == {0}
     assert find_small(tensors, [0]) == set()
 
 
@@ -130,7 +151,7 @@ def test_in_a_loop_it_is_small_beside_what_that_stores():
         return jax.lax.scan(layer, x, params)[0]
 
     params = {"gate": normal(0, 3, D, 1), "up": normal(1, 3, D, D)}
-    found = jc.explain(fun, params, X, policy=jc.policies.int4(), params=0)
+    found = jc.explain(fun, params, X, policy=POLICY, params=0)
     actions = {row.name: row.action for row in found.inside}
     assert actions["scan.0/dot_general.0"] == "Save()"
     assert "Quantized" in actions["scan.0/dot_general.1"]

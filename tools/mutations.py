@@ -555,6 +555,13 @@ MUTATIONS = [
         "tests/test_parts.py::test_of_what_divides_in_part_that_part_is_whole",
     ),
     Mutation(
+        "the largest of many is taken of rounded ones",
+        "jaxcompact/tensors.py",
+        "self.found.change(value, small=True, cheap=False)",
+        "self.found.change(value, small=True)",
+        "tests/test_small.py::test_the_largest_of_many_points_are_whole",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
