@@ -7,7 +7,7 @@ from typing import Any, Protocol, get_args
 
 from jaxcompact.codecs import BitMask, Chain, Codec, Narrow, Offload, Quantized
 from jaxcompact.kernels.bits.reference import unit
-from jaxcompact.tensor import TERMS, Tensor
+from jaxcompact.tensor import Tensor
 
 # Of the shortest groups of q and k: a scale and an offset take half as much as codes.
 _TOKENS = 8
@@ -309,8 +309,7 @@ class Compress:
             return Save(), "a loss's difference or correlations, scaled or small"
         if tensor.divisor:
             return Save(), "a divisor, logarithm or the like: its errors would grow"
-        most = 2 * TERMS if tensor.exponent else TERMS
-        if tensor.terms is not None and tensor.terms <= most:
+        if tensor.few_terms:
             return Recompute(), f"a product over {tensor.terms} terms"
         if tensor.small:
             return Save(), "small beside all that is stored"

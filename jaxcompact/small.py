@@ -7,7 +7,7 @@ numbers multiplies a whole row of others, with its error.
 from collections.abc import Collection, Mapping
 from itertools import groupby
 
-from jaxcompact.tensor import TERMS, Tensor
+from jaxcompact.tensor import Tensor
 
 _SHARE = 100  # of the bytes that would be stored as they are
 
@@ -37,5 +37,5 @@ def find_small(
 
 def _is_stored(tensor: Tensor) -> bool:
     """Whether a policy that encodes would, and not make it again."""
-    again = tensor.cheap or (tensor.terms is not None and tensor.terms <= 2 * TERMS)
-    return tensor.floating and tensor.kind != "function" and not again
+    again = tensor.cheap or tensor.few_terms or tensor.kind == "function"
+    return tensor.floating and not again

@@ -109,6 +109,12 @@ class Tensor:
         return self.size * self.dtype.itemsize
 
     @property
+    def few_terms(self) -> bool:
+        """Whether a product is made again: that takes less than to encode it."""
+        most = 2 * TERMS if self.exponent else TERMS
+        return self.terms is not None and self.terms <= most
+
+    @property
     def floating(self) -> bool:
         return jnp.issubdtype(self.dtype, jnp.floating)
 

@@ -127,7 +127,7 @@ class Tensors:
         self._add_functions(moving)
         steep = bells | find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data) | find_features(graph)
-        divisors = self._find_divisors(steep)
+        divisors = self._find_divisors(steep, moving)
         self._describe(moving, exponents, enlarged, divisors)
         sums = {op for ends in norms.values() for op, _ in ends}
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
@@ -147,11 +147,14 @@ class Tensors:
                 if inexact or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
 
-    def _find_divisors(self, steep: Set[int]) -> set[int]:
-        """And sums of many that are stored in place of what would be whole of them."""
+    def _find_divisors(self, steep: Set[int], moving: Set[int]) -> set[int]:
+        """And sums of many that are stored in place of what would be whole of them.
+
+        Those that do not move: of others the gradient is of terms beside their sum.
+        """
         of = self.graph, self.fixed, steep
         divisors = find_divisors(*of)
-        sums = long_sums(self.graph, divisors)
+        sums = long_sums(self.graph, divisors - moving)
         less = find_divisors(*of, sums) if sums else divisors
         whole = (v for v in divisors - less if v in self.found)
         whole = {v for v in whole if not self.found[v].cheap}

@@ -125,7 +125,7 @@ def test_together_they_take_a_hundredth(sizes, small):
     "fields",
     [
         {"cheap": True},
-        {"terms": 256},
+        {"terms": 128},
         {"kind": "function"},
         {"dtype": jnp.dtype("int32")},
     ],

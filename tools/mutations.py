@@ -524,7 +524,8 @@ MUTATIONS = [
         "jaxcompact/tensors.py",
         "sums = set(filter(is_of_whole, sums & less))",
         "sums = set()",
-        "tests/test_divisors.py::test_of_a_long_sum_the_sum_is_stored",
+        "tests/test_divisors.py"
+        "::test_of_a_long_sum_that_has_no_gradient_the_sum_is_stored",
     ),
     Mutation(
         "terms that are divided by their sum are rounded",
@@ -560,6 +561,13 @@ MUTATIONS = [
         "self.found.change(value, small=True, cheap=False)",
         "self.found.change(value, small=True)",
         "tests/test_small.py::test_the_largest_of_many_points_are_whole",
+    ),
+    Mutation(
+        "terms are rounded beside their sum",
+        "jaxcompact/tensors.py",
+        "long_sums(self.graph, divisors - moving)",
+        "long_sums(self.graph, divisors)",
+        "tests/test_divisors.py::test_terms_beside_their_sum_are_as_whole",
     ),
     Mutation(
         "of small tensors as large as each other some are encoded",
