@@ -6,7 +6,6 @@ from typing import Any
 
 from jaxcompact.bounded import find_bounds
 from jaxcompact.depth import find_deep
-from jaxcompact.divisors import find_divisors
 from jaxcompact.graph import Graph, Op
 from jaxcompact.parts import find_parts, find_slices
 from jaxcompact.reals import reals_of
@@ -94,10 +93,9 @@ class Candidates(dict[int, Tensor]):
         """What exponentials read a lesser part of, as of Mamba's input, is in parts.
 
         And that of which slices are read that make no more than half of it, as the
-        corners of a spectrum; all of which have bounds, as an LSTM's gates; which are
-        sums with others, as a GRU's; or of which not all divide, as a Gaussian's scales
-        beside its means. Else it is one, as q and k beside v, and has as many bits as
-        these want. Whether any is.
+        corners of a spectrum; all of which have bounds, as an LSTM's gates; or which
+        are sums with others, as a GRU's. Else it is one, as q and k beside v, and has
+        as many bits as these want. Whether any is.
         """
         made = {v for v, t in self.items() if t.kind == "op" and t.floating}
         cut = find_slices(self.graph, made, self.fixed)
@@ -113,14 +111,12 @@ class Candidates(dict[int, Tensor]):
 
         parts = set().union(*cut.values())
         bounded = find_bounds(self.graph, self.fixed, parts).keys()
-        divisors = find_divisors(self.graph, self.fixed)
         summed = {v for terms in self._sums(cut).values() for v in parts & {*terms}}
         before = len(self)
         for value, slices in cut.items():
             whole = entries([value])
             lesser = 0 < 2 * entries(read.intersection(slices)) <= whole
             less = lesser or 2 * entries(slices) <= whole
-            less |= 0 < len(divisors.intersection(slices)) < len(slices)
             if less or bounded >= {*slices} or not summed.isdisjoint(slices):
                 tensor = self.pop(value)
                 for i, part in enumerate(slices):

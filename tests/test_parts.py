@@ -110,19 +110,6 @@ def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts):
         assert stored_in(together, policy) == stored_in(alone, policy)
 
 
-def test_of_what_divides_in_part_that_part_is_whole():
-    """Of a Gaussian its scales, not its means."""
-
-    def fun(w, x):
-        means, scales = jnp.split(x @ w, 2, axis=1)
-        scales = jax.nn.softplus(scales)
-        return jnp.sin(means) / scales + jnp.log(scales)
-
-    found = candidates(fun, W, X)
-    assert [found[f"dot_general.0.{i}"].divisor for i in (0, 1)] == [False, True]
-    assert "dot_general.0" not in found
-
-
 def corners(w, x):
     """Of a spectrum, as a Fourier neural operator's: low frequencies of both signs."""
     modes = jnp.fft.fft(x @ w, axis=1)

@@ -549,13 +549,6 @@ MUTATIONS = [
         "tests/test_divisors.py::test_what_a_metric_divides_by_is_none",
     ),
     Mutation(
-        "means are as whole as the scales beside them",
-        "jaxcompact/candidates.py",
-        "less |= 0 < len(divisors.intersection(slices)) < len(slices)",
-        "pass",
-        "tests/test_parts.py::test_of_what_divides_in_part_that_part_is_whole",
-    ),
-    Mutation(
         "the largest of many is taken of rounded ones",
         "jaxcompact/tensors.py",
         "self.found.change(value, small=True, cheap=False)",
