@@ -266,7 +266,8 @@ class Compress:
             attention again from decoded q, k and v, which then are no special case.
 
     The smallest tensors, which together take a hundredth of all, are kept as they are.
-    ``scores`` and ``attention`` are None to be as all others. With ``scores`` a
+    ``scores`` and ``attention`` are None to be as all others. Where ``scores`` is
+    `Save`, logits have ``codec`` with a minimum for each group. With ``scores`` a
     `Quantized` codec is standardized, over the axes that are summed up, for what norms
     of channels (batch, instance, group norms) read, unless weights or a mask choose
     among the tokens, which may hold anything where it leaves them out; and has groups
@@ -321,6 +322,14 @@ class Compress:
             return codec, "operand of scores or phases"
         if tensor.exponent and isinstance(self.scores, Quantized):
             return self.scores, "an exponential or the like is taken of it"
+        if (
+            tensor.exponent
+            and self.scores is not None
+            and type(self.codec) is Quantized
+        ):
+            # A row of logits may lie far from zero, which a softmax does not see.
+            codec = replace(self.codec, symmetric=False, scale_bits=16)
+            return codec, "an exponential or the like is taken of it"
         if tensor.enlarged and self.scores is not None:
             codecs = (self.scores, self.codec)
             codec = next((c for c in codecs if isinstance(c, Quantized)), None)

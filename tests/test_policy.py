@@ -180,7 +180,7 @@ def test_a_policy_of_ones_own():
         ({"terms": 256, "exponent": True}, jc.policies.int4(), jc.Recompute()),
         ({"terms": 257, "exponent": True}, jc.policies.int4(), Q8_ASYMMETRIC),
         ({"exponent": True}, jc.policies.int3(), Q8_ASYMMETRIC),
-        ({"exponent": True}, jc.policies.int8(), Q8),
+        ({"exponent": True}, jc.policies.int8(), Q8_ASYMMETRIC),
         ({"exponent": True}, jc.policies.uniform(Q4), Q4),
         ({"dtype": jnp.dtype("float8_e5m2")}, jc.policies.int8(), jc.Save()),
         ({"dtype": jnp.dtype("float8_e5m2")}, jc.policies.int4(), Q4),

@@ -62,8 +62,12 @@ def test_a_resampled_image_is_stored_in_place_of_its_places(policy, most):
         # Two products in one; and in two, which together are no less.
         (lambda w, x: (x @ KERNEL) * (x @ KERNEL.T) @ w, [(N, 8), (N, N)]),
         (
-            lambda w, x: ((y := x @ KERNEL) * (z := x @ KERNEL.T) @ w) * ((y + z) @ w),
-            [(N, 8)] * 2 + [(N, N)] * 2,
+            lambda w, x: (
+                ((y := x @ KERNEL) * (z := x @ KERNEL.T) @ w)
+                * ((y + z) @ w)
+                * ((y - z) @ w)
+            ),
+            [(N, 8)] * 3 + [(N, N)] * 2,
         ),
         # Not as many as it is spread to.
         (

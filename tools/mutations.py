@@ -501,7 +501,7 @@ MUTATIONS = [
     Mutation(
         "ends of one tensor are counted one by one",
         "jaxcompact/still.py",
-        "both = both[0] | group[0], both[1] | group[1]",
+        "above[top(value)] = top(made)",
         "pass",
         "tests/test_still.py::test_which_ends_are_stored",
     ),
