@@ -21,6 +21,7 @@ from jaxcompact.differences import (
     find_scaled,
     given_by,
 )
+from jaxcompact.distributions import find_means
 from jaxcompact.divisors import find_divisors, find_norms, long_sums
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
@@ -125,7 +126,8 @@ class Tensors:
         self._add_differences(near | products, moving)
         self._add_factors(factors)
         self._add_functions(moving)
-        steep = bells | find_angles(graph, given, self.data)
+        steep = bells | find_means(graph, moving, self.fixed)
+        steep |= find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data) | find_features(graph)
         divisors = self._find_divisors(steep, moving)
         self._describe(moving, exponents, enlarged, divisors)

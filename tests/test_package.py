@@ -27,6 +27,7 @@ LAYERS = (
         "limiter",
         "decisions",
         "integers",
+        "distributions",
         "divisors",
         "exponents",
         "functions",
