@@ -91,7 +91,7 @@ class Replay:
         self.moving = moving_values(replace(graph, outputs=outputs), perturbed)
         self.tensors = Tensors(graph, names, known, self.moving, statistics)
         self.chosen = {v: self._decide(t, v) for v, t in self.tensors.found.items()}
-        self._round_again()
+        self._make_exactly()
         self.stands_for = self._results()
         self.slopes = {
             v: action.codec
@@ -108,12 +108,14 @@ class Replay:
                 self.stands_for.pop(value, None)
         self._trace_backward()
 
-    def _round_again(self) -> None:
-        """What was rounded, of what is kept whole, and takes no more."""
+    def _make_exactly(self) -> None:
+        """Again, of what is kept whole, what is to be exact, if that takes no more."""
         for value, (tensor, action, _) in self.chosen.items():
             op = self.graph.made_by.get(value)
-            rounded = tensor.discrete and tensor.floating and tensor.kind == "op"
-            if not (rounded and action == Save() and op and not expensive(op)):
+            exact = (tensor.discrete or tensor.divisor) and tensor.floating
+            if not (exact and tensor.kind == "op" and action == Save() and op):
+                continue
+            if expensive(op) and not tensor.few_terms:
                 continue
             roots = {
                 v: self.chosen[v]

@@ -169,7 +169,21 @@ class Tensors:
         for value in sums:
             self.found.add_result(value)
             self.found.change(value, cheap=False, statistic=False)
-        return find_divisors(*of, sums) if sums else divisors
+        divisors = find_divisors(*of, sums) if sums else divisors
+        # Distances of all pairs are made again of their points, which are whole.
+        again = [op for op in self.graph.ops if self._is_of_less(op, divisors)]
+        for op in again:
+            self.found.change(op.outs[0], cheap=True)
+        steep = steep.union(*(op.reads for op in again))
+        return find_divisors(*of[:2], steep, sums) if again else divisors
+
+    def _is_of_less(self, op: Op, divisors: Set[int]) -> bool:
+        """Whether it is a product of few terms, of less than itself, that divides."""
+        value, avals = op.outs[0] if op.outs else None, self.graph.avals
+        if value not in divisors or value not in self.found:
+            return False
+        less = sum(avals[v].size for v in {*op.reads}) <= avals[value].size
+        return self.found[value].few_terms and less
 
     def _describe(
         self,

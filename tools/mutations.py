@@ -570,6 +570,13 @@ MUTATIONS = [
         "tests/test_distributions.py::test_gradients_of_narrow_distributions",
     ),
     Mutation(
+        "distances of all pairs are stored whole",
+        "jaxcompact/tensors.py",
+        "again = [op for op in self.graph.ops if self._is_of_less(op, divisors)]",
+        "again = []",
+        "tests/test_divisors.py::test_distances_of_all_pairs_are_made_again_of_points",
+    ),
+    Mutation(
         "of small tensors as large as each other some are encoded",
         "jaxcompact/small.py",
         "left -= nbytes * len(values)",
