@@ -150,6 +150,18 @@ def test_of_a_long_sum_that_has_no_gradient_the_sum_is_stored(divisor):
     assert kept(lambda d: d) == ["dot_general.0"]
 
 
+def test_terms_that_are_read_beside_their_sum_are_as_whole():
+    """Also beside one that has no gradient."""
+
+    def fun(w, x):
+        y = x @ w
+        return jnp.tanh(y / jax.lax.stop_gradient(y.sum(-1, keepdims=True)))
+
+    found = candidates(fun, W, X)
+    kept = [n for n, t in found.items() if t.divisor and not t.cheap]
+    assert kept == ["dot_general.0"]
+
+
 def test_gradients_of_what_a_long_sum_divides():
     """As far off as those of other functions of what is rounded; in fewer bytes."""
 

@@ -532,7 +532,8 @@ MUTATIONS = [
         "jaxcompact/divisors.py",
         "alone = len(graph.readers[terms]) == 1 and terms not in squares",
         "alone = True",
-        "tests/test_divisors.py::test_what_is_divided_by",
+        "tests/test_divisors.py"
+        "::test_terms_that_are_read_beside_their_sum_are_as_whole",
     ),
     Mutation(
         "what is rounded of rounded numbers is made again",
