@@ -20,6 +20,12 @@ def micro_model(monkeypatch, one_device):
     monkeypatch.setattr(curves, "plot", lambda out: None)  # a second a run
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Runs without --out write below the working directory, where one may lie."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
