@@ -1,4 +1,4 @@
-"""What of a graph may be stored, and what in place of more: sums, parts, slices."""
+"""What of a graph may be stored, and what in place of more: sums, parts, points."""
 
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import replace
@@ -6,7 +6,9 @@ from typing import Any
 
 from jaxcompact.bounded import find_bounds
 from jaxcompact.depth import find_deep
-from jaxcompact.graph import Graph, Op
+from jaxcompact.divisors import find_divisors, long_sums
+from jaxcompact.graph import Graph, Op, behind
+from jaxcompact.kinds import expensive
 from jaxcompact.parts import find_parts, find_slices
 from jaxcompact.reals import reals_of
 from jaxcompact.scores import find_attention
@@ -137,3 +139,38 @@ class Candidates(dict[int, Tensor]):
         }
         for op in find_deep(self.graph, stored, self.expensive):
             self.add_result(op.outs[0])
+
+    def move_to_divisors(self, steep: Set[int], moving: Set[int]) -> set[int]:
+        """What is divided by, or in a logarithm, or the like, and is whole.
+
+        Of a long sum that has no gradient the sum is stored in place of its terms (of
+        others the gradient is of terms beside their sum); in place of products of few
+        terms, as distances of all pairs, what they are of, if that is less.
+        """
+        graph, of = self.graph, (self.graph, self.fixed)
+        divisors = find_divisors(*of, steep)
+        sums = long_sums(graph, divisors - moving)
+        less = find_divisors(*of, steep, sums) if sums else divisors
+        whole = {v for v in self.keys() & divisors - less if not self[v].cheap}
+
+        def is_of_whole(value: int) -> bool:
+            cheaply = behind([value], graph, lambda op: not expensive(op))
+            return not whole.isdisjoint(cheaply)
+
+        sums = set(filter(is_of_whole, sums & less))
+        for value in sums:
+            self.add_result(value)
+            self.change(value, cheap=False, statistic=False)
+        divisors = find_divisors(*of, steep, sums) if sums else divisors
+        products = {v for v in self.keys() & divisors if self._is_of_less(v)}
+        for value in products:
+            self.change(value, cheap=True)
+        points = steep.union(*(graph.made_by[v].reads for v in products))
+        return find_divisors(*of, points, sums) if products else divisors
+
+    def _is_of_less(self, value: int) -> bool:
+        """Whether it is a product of few terms, of less than itself."""
+        if not self[value].few_terms:
+            return False
+        sizes = [self.graph.avals[v].size for v in {*self.graph.made_by[value].reads}]
+        return sum(sizes) <= self.graph.avals[value].size

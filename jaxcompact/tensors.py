@@ -22,10 +22,10 @@ from jaxcompact.differences import (
     given_by,
 )
 from jaxcompact.distributions import find_means
-from jaxcompact.divisors import find_divisors, find_norms, long_sums
+from jaxcompact.divisors import find_norms
 from jaxcompact.exponents import find_exponents
 from jaxcompact.functions import Function, find_functions, function_name
-from jaxcompact.graph import Graph, Op, behind
+from jaxcompact.graph import Graph, Op
 from jaxcompact.integers import find_integers, within_bounds
 from jaxcompact.kinds import (
     LINEAR_ALGEBRA,
@@ -129,7 +129,7 @@ class Tensors:
         steep = bells | find_means(graph, moving, self.fixed)
         steep |= find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data) | find_features(graph)
-        divisors = self._find_divisors(steep, moving)
+        divisors = self.found.move_to_divisors(steep, moving)
         self._describe(moving, exponents, enlarged, divisors)
         sums = {op for ends in norms.values() for op, _ in ends}
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
@@ -148,42 +148,6 @@ class Tensors:
                 inexact = encoded and is_inexact(self.graph.avals[value])
                 if inexact or not self.data.isdisjoint(op.reads):
                     self.data.add(value)
-
-    def _find_divisors(self, steep: Set[int], moving: Set[int]) -> set[int]:
-        """And sums of many that are stored in place of what would be whole of them.
-
-        Those that do not move: of others the gradient is of terms beside their sum.
-        """
-        of = self.graph, self.fixed, steep
-        divisors = find_divisors(*of)
-        sums = long_sums(self.graph, divisors - moving)
-        less = find_divisors(*of, sums) if sums else divisors
-        whole = (v for v in divisors - less if v in self.found)
-        whole = {v for v in whole if not self.found[v].cheap}
-
-        def is_of_whole(value: int) -> bool:
-            cheaply = behind([value], self.graph, lambda op: not expensive(op))
-            return not whole.isdisjoint(cheaply)
-
-        sums = set(filter(is_of_whole, sums & less))
-        for value in sums:
-            self.found.add_result(value)
-            self.found.change(value, cheap=False, statistic=False)
-        divisors = find_divisors(*of, sums) if sums else divisors
-        # Distances of all pairs are made again of their points, which are whole.
-        again = [op for op in self.graph.ops if self._is_of_less(op, divisors)]
-        for op in again:
-            self.found.change(op.outs[0], cheap=True)
-        steep = steep.union(*(op.reads for op in again))
-        return find_divisors(*of[:2], steep, sums) if again else divisors
-
-    def _is_of_less(self, op: Op, divisors: Set[int]) -> bool:
-        """Whether it is a product of few terms, of less than itself, that divides."""
-        value, avals = op.outs[0] if op.outs else None, self.graph.avals
-        if value not in divisors or value not in self.found:
-            return False
-        less = sum(avals[v].size for v in {*op.reads}) <= avals[value].size
-        return self.found[value].few_terms and less
 
     def _describe(
         self,

@@ -521,7 +521,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a long sum that divides is made again of whole terms",
-        "jaxcompact/tensors.py",
+        "jaxcompact/candidates.py",
         "sums = set(filter(is_of_whole, sums & less))",
         "sums = set()",
         "tests/test_divisors.py"
@@ -558,9 +558,9 @@ MUTATIONS = [
     ),
     Mutation(
         "terms are rounded beside their sum",
-        "jaxcompact/tensors.py",
-        "long_sums(self.graph, divisors - moving)",
-        "long_sums(self.graph, divisors)",
+        "jaxcompact/candidates.py",
+        "long_sums(graph, divisors - moving)",
+        "long_sums(graph, divisors)",
         "tests/test_divisors.py::test_terms_beside_their_sum_are_as_whole",
     ),
     Mutation(
@@ -572,9 +572,9 @@ MUTATIONS = [
     ),
     Mutation(
         "distances of all pairs are stored whole",
-        "jaxcompact/tensors.py",
-        "again = [op for op in self.graph.ops if self._is_of_less(op, divisors)]",
-        "again = []",
+        "jaxcompact/candidates.py",
+        "products = {v for v in self.keys() & divisors if self._is_of_less(v)}",
+        "products = {}",
         "tests/test_divisors.py::test_distances_of_all_pairs_are_made_again_of_points",
     ),
     Mutation(
