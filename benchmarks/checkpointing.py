@@ -39,8 +39,9 @@ import jaxcompact as jc  # noqa: E402
 from attention import flash  # noqa: E402
 from configs import MODELS  # noqa: E402
 from data import prepare  # noqa: E402
+from jaxcompact.actions import written  # noqa: E402
+from jaxcompact.compress import Compress  # noqa: E402
 from jaxcompact.planner import measuring  # noqa: E402
-from jaxcompact.policy import Compress, written  # noqa: E402
 from llama import Llama  # noqa: E402
 from loss import next_token_loss  # noqa: E402
 from planning import looks_again  # noqa: E402

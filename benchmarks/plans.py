@@ -39,6 +39,7 @@ from scipy.optimize import linprog  # noqa: E402
 
 import jaxcompact as jc  # noqa: E402
 from configs import MODELS as LLAMAS  # noqa: E402
+from jaxcompact.actions import written  # noqa: E402
 from jaxcompact.graph import graph_of  # noqa: E402
 from jaxcompact.memory import devices, here, peak  # noqa: E402
 from jaxcompact.memory.cards import Device, present  # noqa: E402
@@ -46,7 +47,6 @@ from jaxcompact.planner import roofline  # noqa: E402
 from jaxcompact.planner.front import JAX_POLICIES, mark  # noqa: E402
 from jaxcompact.planner.milp import Solution, solve  # noqa: E402
 from jaxcompact.planner.problem import CODECS, problem_of  # noqa: E402
-from jaxcompact.policy import written  # noqa: E402
 from methods import Method  # noqa: E402
 from training import Training  # noqa: E402
 

@@ -2,6 +2,9 @@
 
 from jaxcompact import memory as memory
 from jaxcompact import policies as policies
+from jaxcompact.actions import Derivative as Derivative
+from jaxcompact.actions import Recompute as Recompute
+from jaxcompact.actions import Save as Save
 from jaxcompact.checkpoint import checkpoint as checkpoint
 from jaxcompact.codecs import BitMask as BitMask
 from jaxcompact.codecs import Chain as Chain
@@ -24,10 +27,7 @@ from jaxcompact.planner import Sensitivity as Sensitivity
 from jaxcompact.planner import plan as plan
 from jaxcompact.planner import plan_step as plan_step
 from jaxcompact.planner import sensitivity as sensitivity
-from jaxcompact.policy import Derivative as Derivative
 from jaxcompact.policy import Policy as Policy
-from jaxcompact.policy import Recompute as Recompute
-from jaxcompact.policy import Save as Save
 from jaxcompact.projection import Projection as Projection
 from jaxcompact.subspace import Subspace as Subspace
 from jaxcompact.subspace import value_and_grad as value_and_grad

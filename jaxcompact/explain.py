@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 
+from jaxcompact.actions import Action, Recompute, Save, written
 from jaxcompact.arrays import is_inexact, nbytes_of, on_host
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
-from jaxcompact.policy import Action, ChoosesActions, Recompute, Save, written
+from jaxcompact.policy import ChoosesActions
 from jaxcompact.tensor import Tensor
 from jaxcompact.traced import Plan
 

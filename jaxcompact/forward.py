@@ -8,12 +8,12 @@ from typing import Any
 
 from jax.extend.core import Literal
 
+from jaxcompact.actions import Save
 from jaxcompact.arrays import tie
 from jaxcompact.codecs import Codec
 from jaxcompact.graph import Op, graph_of, read
 from jaxcompact.hoisting import Broadcasts
 from jaxcompact.norms import Norm, find_norms
-from jaxcompact.policy import Save
 from jaxcompact.program import Program
 from jaxcompact.regions import Region, find_regions
 

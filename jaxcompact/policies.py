@@ -8,8 +8,9 @@ rounding beats stochastic: most tensors are read through something nonlinear, wh
 variance is bias.
 """
 
+from jaxcompact.actions import Recompute, Save
 from jaxcompact.codecs import Codec, Quantized
-from jaxcompact.policy import Compress, Recompute, Save
+from jaxcompact.compress import Compress
 
 _SCORES = Quantized(8, symmetric=False)
 

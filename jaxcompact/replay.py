@@ -11,6 +11,7 @@ from functools import cache, cached_property
 from itertools import compress
 from typing import Any
 
+from jaxcompact.actions import Action, Derivative, Recompute, Save, is_exact, of_value
 from jaxcompact.arrays import on_host, renewed
 from jaxcompact.backward import Backward, Cut
 from jaxcompact.codecs import Chain, Codec, Offload, Quantized
@@ -18,16 +19,7 @@ from jaxcompact.forward import Forward
 from jaxcompact.graph import Graph, Op, behind, graph_of
 from jaxcompact.kinds import expensive, is_entered
 from jaxcompact.moving import moving_values
-from jaxcompact.policy import (
-    Action,
-    ChoosesActions,
-    Derivative,
-    Recompute,
-    Save,
-    action_of,
-    is_exact,
-    of_value,
-)
+from jaxcompact.policy import ChoosesActions, action_of
 from jaxcompact.program import Program
 from jaxcompact.recording import Recording
 from jaxcompact.residuals import find_residuals

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.actions import Save
 from jaxcompact.arrays import on_host, types_made
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.forward import held
@@ -18,7 +19,6 @@ from jaxcompact.graph import graph_of
 from jaxcompact.kernels import choice
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT
 from jaxcompact.norms import Norm
-from jaxcompact.policy import Save
 from jaxcompact.reals import as_reals, from_reals, is_complex
 from jaxcompact.regions import Region
 from jaxcompact.replay import Replay, Slot

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.actions import is_exact, written
 from jaxcompact.checkpoint import TRACERS
-from jaxcompact.policy import Compress, is_exact, written
+from jaxcompact.compress import Compress
 from jaxcompact.tensor import Tensor
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)

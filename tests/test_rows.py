@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
+from jaxcompact.actions import written
 from jaxcompact.planner.problem import problem_of
-from jaxcompact.policy import written
 from tests.candidates import S, candidates
 from tests.cases import slow
 from tests.draws import normal

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcompact as jc
-from jaxcompact.policy import written
+from jaxcompact.actions import written
 from jaxcompact.small import find_small
 from jaxcompact.tensor import Tensor
 from tests.cases import slow

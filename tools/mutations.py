@@ -315,7 +315,7 @@ MUTATIONS = [
     ),
     Mutation(
         "samples of other sizes share moments before an instance norm",
-        "jaxcompact/policy.py",
+        "jaxcompact/compress.py",
         "standardized=every or row",
         "standardized=True",
         "tests/test_rows.py::test_samples_may_differ_in_size",
@@ -514,7 +514,7 @@ MUTATIONS = [
     ),
     Mutation(
         "groups are taken along few tokens",
-        "jaxcompact/policy.py",
+        "jaxcompact/compress.py",
         "tensor.shape[tensor.scores] >= _TOKENS",
         "True",
         "tests/test_scores.py::test_where_tokens_are_few_groups_are_of_channels",
@@ -586,7 +586,7 @@ MUTATIONS = [
     ),
     Mutation(
         "small tensors are encoded as others are",
-        "jaxcompact/policy.py",
+        "jaxcompact/compress.py",
         "if tensor.small:",
         "if False:",
         "tests/test_small.py::test_gradients_of_what_few_numbers_multiply",
@@ -1074,7 +1074,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a jax.custom_vjp decides by is made again of what is rounded",
-        "jaxcompact/policy.py",
+        "jaxcompact/compress.py",
         'if tensor.kind == "function" and not read:',
         'if tensor.kind == "function":',
         "tests/test_steep.py::test_gradients_are_near",
@@ -1566,7 +1566,7 @@ MUTATIONS = [
     ),
     Mutation(
         "heads share a scale",
-        "jaxcompact/policy.py",
+        "jaxcompact/compress.py",
         "group = max(1, min([codec.group_size, *tensor.shape[-1:]]))",
         "group = codec.group_size",
         "tests/test_linear_attention.py::"

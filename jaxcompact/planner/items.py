@@ -8,20 +8,14 @@ from typing import Any
 
 import jax
 
+from jaxcompact.actions import Action, Derivative, Recompute, Save, of_value
 from jaxcompact.codecs import Codec, Offload
+from jaxcompact.compress import alike
 from jaxcompact.kernels.explicit import part
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.effects import Sensitivity, noise_of
 from jaxcompact.planner.measured import codec_seconds
-from jaxcompact.policy import (
-    Action,
-    ChoosesActions,
-    Derivative,
-    Recompute,
-    Save,
-    alike,
-    of_value,
-)
+from jaxcompact.policy import ChoosesActions
 from jaxcompact.reals import reals_of
 from jaxcompact.replay import Replay
 from jaxcompact.sources import Residual, Source

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxcompact import codecs
+from jaxcompact.actions import Action, Derivative, Recompute, Save, written
 from jaxcompact.codecs import Chain, Codec
 from jaxcompact.memory.cache import write_whole
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib
-from jaxcompact.policy import Action, Derivative, Recompute, Save, written
 from jaxcompact.tensor import Tensor
 
 _CODECS = (kind for kind in vars(codecs).values() if isinstance(kind, type))

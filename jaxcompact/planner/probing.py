@@ -7,16 +7,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.actions import Action, Derivative, Recompute, Save
 from jaxcompact.codecs import Codec
 from jaxcompact.kernels.varying import varying_as
-from jaxcompact.policy import (
-    Action,
-    ChoosesActions,
-    Derivative,
-    Recompute,
-    Save,
-    bounded,
-)
+from jaxcompact.policy import ChoosesActions, bounded
 from jaxcompact.reals import as_reals
 from jaxcompact.tensor import Tensor
 

@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxcompact import policies
+from jaxcompact.actions import Action, Save
 from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.compress import Compress
 from jaxcompact.graph import Op
 from jaxcompact.memory.cards import Device
 from jaxcompact.planner.block import block_of, bodies_of
@@ -13,7 +15,7 @@ from jaxcompact.planner.effects import Sensitivity, is_real, noise_of, require_c
 from jaxcompact.planner.items import Item, item_of, kept_sum, of_several
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.stages import Stages, stages_of
-from jaxcompact.policy import Action, ChoosesActions, Compress, Save
+from jaxcompact.policy import ChoosesActions
 from jaxcompact.replay import Replay
 from jaxcompact.sources import Residual, Source
 from jaxcompact.tensor import Tensor

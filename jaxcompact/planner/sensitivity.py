@@ -13,7 +13,9 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcompact import policies
+from jaxcompact.actions import Action
 from jaxcompact.codecs import Codec, Quantized
+from jaxcompact.compress import alike
 from jaxcompact.graph import graph_of, made_of
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.planner.arguments import arrays_of, of_arrays, require_positive
@@ -25,7 +27,7 @@ from jaxcompact.planner.effects import (
     require_codecs,
 )
 from jaxcompact.planner.probing import Probing, Under
-from jaxcompact.policy import Action, ChoosesActions, Policy, alike, require_policy
+from jaxcompact.policy import ChoosesActions, Policy, require_policy
 from jaxcompact.reals import as_reals
 from jaxcompact.sources import Residual
 from jaxcompact.tensor import Tensor

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxcompact import policies
+from jaxcompact.actions import Action
 from jaxcompact.memory.peak import gib, peak
 from jaxcompact.planner.arguments import arrays_of
 from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import Problem, named
-from jaxcompact.policy import Action, ChoosesActions
+from jaxcompact.policy import ChoosesActions
 from jaxcompact.traced import Plan as Traces
 
 _COMPILES = 3

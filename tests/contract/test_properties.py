@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
+from jaxcompact.compress import Compress
 from jaxcompact.planner.effects import Effect
-from jaxcompact.policy import Compress
 from tests.contract.drawn import (
     BOOLS,
     KEY,
