@@ -60,6 +60,7 @@ def test_gradients_of_narrow_distributions(loss, bits, most):
         (lambda mean, scale, y: (y - mean) * 2.0, False),
         (lambda mean, scale, y: (scale - mean) * scale, False),
         (lambda mean, scale, y: mean * scale, False),
+        (lambda mean, scale, y: y * mean * scale, False),
     ],
 )
 def test_which_means_are_whole(inside, whole):

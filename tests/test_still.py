@@ -58,6 +58,10 @@ def test_a_resampled_image_is_stored_in_place_of_its_places(policy, most):
         # Of few numbers, or of the data itself, it is made again.
         (lambda w, x: jnp.sin(x[:, :1] * jnp.arange(float(N))) @ w, [(N, 8)]),
         (lambda w, x: jnp.log1p(x**2) @ w, [(N, 8)]),
+        (
+            lambda w, x: jnp.sin(x[:, :3] @ x[:, :3].T).sum(1)[:, None] * (x @ w),
+            [(N, 8)],
+        ),
         (lambda w, x: jnp.tanh(x @ KERNEL) @ w, [(N, 8), (N, N)]),
         # Two products in one; and in two, which together are no less.
         (lambda w, x: (x @ KERNEL) * (x @ KERNEL.T) @ w, [(N, 8), (N, N)]),
