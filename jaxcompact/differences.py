@@ -77,7 +77,8 @@ def find_differences(
             elif op.kind in _EVEN:
                 found.update(set().union(*of_each) - sums)  # features, rather
             elif op.kind in _OF_TWO and len(of_each) == 2:
-                found |= of_each[0] & of_each[1]
+                if not _is_of_products(op, graph, begins, moving):
+                    found |= of_each[0] & of_each[1]
             elif op.kind == "custom_jvp_call" and len(data.intersection(op.reads)) < 2:
                 # logaddexp(x, 0), not relu or softplus of logits with a bias
                 found.update(set().union(*of_each) - sums - constants)
@@ -91,6 +92,18 @@ def find_differences(
     found, bells = ({*filter(is_difference, values)} for values in (found, bells))
     bells |= found & crossed
     return found - bells, bells
+
+
+def _is_of_products(op: Op, graph: Graph, begins: Set[int], moving: Set[int]) -> bool:
+    """Whether it is of two products of differences and weights that are not
+    differentiated: features, as a frozen gate's, or queries and keys; no square."""
+
+    def inside(op: Op) -> bool:
+        return begins.isdisjoint(op.outs) and not _weighs(op, moving)
+
+    made = [{*map(graph.made_by.get, behind([v], graph, inside))} for v in op.reads]
+    a, b = ({op for op in ops if op and _weighs(op, moving)} for ops in made)
+    return bool(a and b) and a.isdisjoint(b)
 
 
 def _crosses(op: Op, graph: Graph) -> bool:

@@ -105,6 +105,22 @@ def test_it_takes_the_place_of_the_prediction(loss, name):
     assert stored(wrapped, PARAMS, X, Y) == {"x", "dot_general.0", name}
 
 
+def normed(h):
+    return h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+
+
+def frozen(p):
+    return jax.lax.stop_gradient((p["a"], p["a"] + 1))
+
+
+def gated(h, gate, up):
+    return jax.nn.silu(normed(h) @ gate) * (normed(h) @ up)
+
+
+def scores(h, query, key):
+    return (normed(h) @ query) @ (normed(h) @ key).T
+
+
 @pytest.mark.parametrize(
     "fun",
     [
@@ -116,11 +132,14 @@ def test_it_takes_the_place_of_the_prediction(loss, name):
         lambda p, x, y: jnp.mean(jax.nn.log_sigmoid(y * (predicted(p, x) - 10.0))),
         lambda p, x, y: jnp.mean(jax.nn.relu(predicted(p, x) - 4.0)),
         lambda p, x, y: jnp.mean(jax.nn.logsumexp(predicted(p, x), -1) ** 2),
+        lambda p, x, y: gated(y + predicted(p, x), *frozen(p)),
+        lambda p, x, y: scores(y + predicted(p, x), *frozen(p)),
     ],
 )
 def test_other_sums_are_no_differences(fun):
     """A residual stream, activations and features, logits with a number for a bias, a
-    penalty of a softmax's logits."""
+    penalty of a softmax's logits; what frozen weights make of embeddings and what a
+    LoRA adds."""
     assert not any(t.near for t in candidates(fun, PARAMS, X, Y).values())
 
 
@@ -132,8 +151,7 @@ def test_what_is_normalized_is_no_difference():
         a, b = jnp.split(x @ p["a"], 2, -1)
         a, b = a[:, :16], b[:, :16]
         c, s = jnp.cos(angles), jnp.sin(angles)
-        h = jnp.concatenate([a * c - b * s, b * c + a * s], -1)
-        return h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+        return normed(jnp.concatenate([a * c - b * s, b * c + a * s], -1))
 
     wrapped = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
     assert not any(name.startswith("sub") for name in stored(wrapped, PARAMS, X))
