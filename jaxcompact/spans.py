@@ -17,7 +17,7 @@ LARGE = 1e4  # what masks are filled with, or larger
 _ONE_OF = LAYOUT | frozenset(
     "convert_element_type pvary reduce_max reduce_min select_n stop_gradient".split()
 )
-_CORNERS = {
+CORNERS = {
     "abs": np.abs,
     "add": np.add,
     "div": np.divide,
@@ -92,10 +92,10 @@ def made_of(op: Op, spans: Collection[Span | None]) -> Span | None:
             spans = [s for s, v in pairs if v.aval.dtype == dtype]
         corners = [x for span in spans for x in span or (np.nan,)]
         known = bool(corners) and None not in spans
-    elif known := op.kind in _CORNERS and None not in spans:
+    elif known := op.kind in CORNERS and None not in spans:
         with np.errstate(all="ignore"):
             ends = [(*span, 0.0) if _turns(op, span) else span for span in spans]
-            corners = [_CORNERS[op.kind](*xs) for xs in product(*ends)]
+            corners = [CORNERS[op.kind](*xs) for xs in product(*ends)]
         corners = [float(x) for x in corners if not np.isnan(x)]
     return (min(corners), max(corners)) if known and corners else None
 

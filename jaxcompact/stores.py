@@ -150,7 +150,7 @@ class Stores:
         if isinstance(region, Norm):
             outs, encoded = codec.normalize(region, *xs, parameters)
             return outs, [stores[0].leaves_of(encoded)]
-        bounds = [store.codec.bound for store in stores]
+        bounds = [store.codec.ends for store in stores]
         y, encoded = codec.activate(region, xs, parameters, bounds)
         pairs = zip(stores, encoded, strict=True)
         return [y], [store.leaves_of(e) for store, e in pairs]

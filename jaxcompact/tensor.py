@@ -61,7 +61,8 @@ class Tensor:
         row: how many entries, one after another, share a norm's scale, if not all: a
             head's; of channels, which are apart, the axes that the norm sums over, none
             of which is the last.
-        bound: a function that is flat beyond it alone reads the tensor; else None.
+        bound: a function that is flat beyond it, or beyond two numbers, alone reads the
+            tensor; else None.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
         statistic: a residual much smaller than what the op reads (a log-sum-exp); for
             policies with ``statistics``, sums and maxima too (of norms, of softmax).
@@ -89,7 +90,7 @@ class Tensor:
     terms: int | None = None
     normed: bool = False
     row: int | tuple[int, ...] | None = None
-    bound: float | None = None
+    bound: float | tuple[float, float] | None = None
     step: bool = False
     statistic: bool = False
     small: bool = False

@@ -50,6 +50,7 @@ from jaxcompact.scores import (
 from jaxcompact.small import find_small
 from jaxcompact.solving import solves_for_state
 from jaxcompact.still import find_ends
+from jaxcompact.tails import find_tails
 from jaxcompact.tensor import Tensor
 
 # A loss's difference is kept whole beside a tensor that is so many times larger.
@@ -195,7 +196,9 @@ class Tensors:
         named = {v for v, tensor in self.found.items() if tensor.kind != "function"}
         steps = {v for v in self.functions if self.found[v].step}
         self.results = find_results(graph, self.fixed, plain, steps, named)
-        for value, bound in find_bounds(graph, self.fixed, plain).items():
+        bounds = find_bounds(graph, self.fixed, plain)
+        bounds |= find_tails(graph, self.fixed, plain - bounds.keys())
+        for value, bound in bounds.items():
             self.found.change(value, bound=bound)
 
     def _is_plain(self, value: int) -> bool:

@@ -151,7 +151,7 @@ LARGE = float(jnp.finfo(jnp.float32).max)
         (lambda h: jnp.tanh(h.astype(jnp.float32) * 2), 1.5),
         (lambda h: jnp.tanh(h[:, None] + jnp.zeros((256, 2, 1)))[:, 0], 3.0),
         (lambda h: jnp.tanh(3 - h), 6.0),
-        (lambda h: jnp.clip(h, -jnp.inf, 1), None),
+        (lambda h: jnp.clip(h, -jnp.inf, 1), (None, 1.0)),
         (lambda h: jnp.clip(h, -LARGE, LARGE), None),
         (lambda h: jnp.clip(h, -1e-33, 1e-33), None),
         (lambda h: jnp.tanh(h * jnp.arange(128.0)), None),
@@ -263,20 +263,11 @@ def of_a_learned_size(w, x):
     return jnp.tanh((x @ w["up"]) * w["b"]) @ w["down"]
 
 
-def one_sided(w, x):
-    y = jnp.maximum(x @ w["up"], -1)
-    return y @ w["down"] + y[:, :64]
-
-
 def learned_bounds(w, x):
     return jnp.clip(x @ w["up"], -w["b"], w["b"]) @ w["down"]
 
 
-def silu(w, x):
-    return jax.nn.silu(x @ w["up"]) @ w["down"]
-
-
-UNBOUNDED = [read_twice, of_a_learned_size, one_sided, learned_bounds, silu]
+UNBOUNDED = [read_twice, of_a_learned_size, learned_bounds]
 
 
 @pytest.mark.parametrize("fun", UNBOUNDED)

@@ -44,7 +44,7 @@ LAYERS = (
         "rows",
         "bounded",
     },
-    {"scores", "small", "still"},
+    {"scores", "small", "still", "tails"},
     {"actions", "candidates"},
     {"compress", "subspace", "tensors", "program", "norms", "rules", "surrogates"},
     {"policy", "recording"},

@@ -1358,13 +1358,55 @@ MUTATIONS = [
         "tests/test_bounded.py::test_what_is_not_flat_has_no_bound",
     ),
     Mutation(
-        "a clip on one side has a bound",
+        "a clip on one side has two bounds",
         "jaxcompact/bounded.py",
         "if len(self.ends) == 2:\n                    low, high",
         "if self.ends:\n                    self.ends = {'max': 1.0, **self.ends}\n"
         "                    self.ends = {'min': 1.0, **self.ends}\n"
         "                    low, high",
-        "tests/test_bounded.py::test_what_is_not_flat_has_no_bound",
+        "tests/test_bounded.py::test_bounds",
+    ),
+    Mutation(
+        "what is flat on one side has no bound",
+        "jaxcompact/tensors.py",
+        "bounds |= find_tails(graph, self.fixed, plain - bounds.keys())",
+        "",
+        "tests/test_tails.py::test_gelu_is_nearer_by_a_third_or_more",
+    ),
+    Mutation(
+        "what others read of a tensor is forgotten where a function is flat",
+        "jaxcompact/tails.py",
+        "read.update(made.keys() & op.reads)",
+        "pass",
+        "tests/test_tails.py::test_what_is_not_flat_has_no_bound",
+    ),
+    Mutation(
+        "what is given of a function is not looked at",
+        "jaxcompact/tails.py",
+        "read.add(out)",
+        "pass",
+        "tests/test_tails.py::test_what_is_given_is_read_too",
+    ),
+    Mutation(
+        "a small leak is flat",
+        "jaxcompact/tails.py",
+        "np.ptp(side) <= _LEFT * usual and",
+        "",
+        "tests/test_tails.py::test_what_is_not_flat_has_no_bound",
+    ),
+    Mutation(
+        "what grows ever steeper is flat",
+        "jaxcompact/tails.py",
+        " or slopes.max() > _GROWS * usual",
+        "",
+        "tests/test_tails.py::test_what_is_not_flat_has_no_bound",
+    ),
+    Mutation(
+        "of an open side nothing is known, and it has an end",
+        "kernels/quantize/levels.py",
+        "if end is not None:\n            yield",
+        "if True:\n            end = end or 1.0\n            yield",
+        "tests/test_tails.py::test_an_infinity_is_one_on_the_open_side_alone",
     ),
     Mutation(
         "a clip has the smaller of its bounds",
@@ -1376,15 +1418,15 @@ MUTATIONS = [
     Mutation(
         "all tensors of a function have one bound",
         "jaxcompact/stores.py",
-        "bounds = [store.codec.bound for store in stores]",
-        "bounds = [codec.bound for store in stores]",
+        "bounds = [store.codec.ends for store in stores]",
+        "bounds = [codec.ends for store in stores]",
         "tests/test_regions.py::test_gradients_are_those_without_the_kernel[gated]",
     ),
     Mutation(
         "what lies beyond a bound is cut off, and moves a little",
         "kernels/quantize/levels.py",
-        "beyond = jnp.minimum((jnp.abs(x) - bound) * (1 / _SQUEEZED),",
-        "beyond = jnp.minimum(0 * x,",
+        "near = x * (1 / _SQUEEZED) + ",
+        "near = 0 * x + ",
         "tests/test_bounded.py::test_what_is_saturated_moves_nothing",
     ),
     Mutation(

@@ -16,6 +16,7 @@ from jaxcompact.kernels.normalize import api as normalization
 from jaxcompact.kernels.project.api import project
 from jaxcompact.kernels.project.reference import product
 from jaxcompact.kernels.quantize import api
+from jaxcompact.kernels.quantize.levels import Bound
 from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 
@@ -106,9 +107,10 @@ class Quantized(Codec):
         axis: the grouped axis, negative.
         scale_bits: 16 (bfloat16) or 8 (quarter octaves, 2^-24 to 2^7.25, beyond which
             values saturate or lose precision); 8 if symmetric only.
-        bound: for what a function reads that is flat beyond it. Beyond, steps are 16
-            times as large, and what is larger than 19/3 of it, an infinity as well,
-            saturates there. A group's largest is then 4/3 of the bound at most.
+        bound: for what a function reads that is flat beyond it, on both sides or from
+            one number to another, of which one may be None. Beyond, steps are 16
+            times as large, and what is further beyond than 16/3 of it, an infinity as
+            well, saturates there. A group's largest is 4/3 of a bound at most.
         standardized: what is quantized is ``(x - mean) / deviation``, over these axes
             (numbers from 0), of all devices; True for all but the last. For what a norm
             reads that sums over them, where channels differ in size. Both are stored
@@ -135,7 +137,7 @@ class Quantized(Codec):
     stochastic: bool = False
     axis: int = -1
     scale_bits: int = 16
-    bound: float | None = None
+    bound: float | Bound | None = None
     standardized: bool | tuple[int, ...] = False
 
     def __post_init__(self):
@@ -158,10 +160,10 @@ class Quantized(Codec):
             raise ValueError(f"scale_bits must be 8 or 16, got {self.scale_bits!r}")
         if self.scale_bits == 8 and not self.symmetric:
             raise ValueError("scale_bits must be 16 if symmetric is False, got 8")
-        known = type(self.bound) in (int, float) and 1e-30 <= self.bound <= 1e30
-        if self.bound is not None and not known:
+        if self.bound is not None and not _is_bound(self.bound):
             raise ValueError(
-                f"bound must be None or a number from 1e-30 to 1e30, got {self.bound!r}"
+                f"bound must be None, a number from 1e-30 to 1e30, or two of such size "
+                f"and the lesser first, or None for one, got {self.bound!r}"
             )
         axes = self.standardized
         if not isinstance(axes, bool) and not _are_axes(axes):
@@ -186,6 +188,11 @@ class Quantized(Codec):
                 f"axis {self.axis} needs an array that has it, got {shape}"
             )
         return shape
+
+    @property
+    def ends(self) -> Bound | None:
+        """Of the bound: from where to where."""
+        return (-self.bound, self.bound) if _is_number(self.bound) else self.bound
 
     def _moments(self, x: jax.Array) -> jax.Array:
         axes = self.standardized
@@ -229,7 +236,7 @@ class Quantized(Codec):
             axis=self.axis,
             symmetric=self.symmetric,
             scale_bits=self.scale_bits,
-            bound=self.bound,
+            bound=self.ends,
             seed=seed if self.stochastic else None,
         )
         return Encoded(codes, scales, lows, shape, dtype, parts, moments)
@@ -259,7 +266,7 @@ class Quantized(Codec):
             size=size,
             axis=self.axis,
             dtype=encoded.dtype,
-            bound=self.bound,
+            bound=self.ends,
         )
         x = x.reshape(shape).reshape(encoded.shape)
         return x if encoded.moments is None else restored(x, encoded.moments)
@@ -283,7 +290,7 @@ class Quantized(Codec):
         f: Callable[..., jax.Array],
         xs: Sequence[jax.Array],
         parameters: Sequence[jax.Array],
-        bounds: Sequence[float | None],
+        bounds: Sequence[Bound | None],
     ) -> tuple[jax.Array, list[Encoded]]:
         """``f(*xs, *parameters)``, elementwise, and what `encode` gives of each x, each
         within a bound of its own.
@@ -374,6 +381,19 @@ class Quantized(Codec):
             dtype=encoded.dtype,
             **product,
         )
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _is_bound(x: Any) -> bool:
+    if _is_number(x):
+        return 1e-30 <= x <= 1e30
+    ends = [end for end in x if end is not None] if isinstance(x, tuple) else []
+    if not ends or len(x) != 2 or not all(map(_is_number, ends)):
+        return False
+    return ends == sorted({*ends}) and all(_is_bound(abs(end)) for end in ends)
 
 
 def _are_axes(axes: Any) -> bool:

@@ -19,6 +19,7 @@ from jaxcompact.kernels.functions.rows import (
 )
 from jaxcompact.kernels.quantize.api import batched_in_rows, broken_rule, flat
 from jaxcompact.kernels.quantize.devices import Division, division, split_by_xla
+from jaxcompact.kernels.quantize.levels import Bound
 from jaxcompact.kernels.varying import varying_as
 
 _FOLDER = Path(__file__).parent
@@ -33,7 +34,7 @@ def activate(
     group: int,
     symmetric: bool = True,
     scale_bits: int = 16,
-    bounds: Sequence[float | None] | None = None,
+    bounds: Sequence[Bound | None] | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, list[reference.Encoded]]:
     """``f(*xs, *parameters)``, f elementwise, and codes, scales and lows of each x.

@@ -44,7 +44,7 @@ def activate(
     group: int,
     symmetric: bool,
     scale_bits: int,
-    bounds: Sequence[float | None],
+    bounds: Sequence[levels.Bound | None],
     columns: int,
 ) -> tuple[jax.Array, list[Encoded]]:
     """``y[rows, size]``; codes, scales, lows of each x: as `quantize`.

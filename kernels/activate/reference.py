@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxcompact.kernels.quantize.api import quantize
+from jaxcompact.kernels.quantize.levels import Bound
 from jaxcompact.kernels.quantize.reference import Encoded
 
 
@@ -13,7 +14,7 @@ def activate(
     xs: Sequence[jax.Array],
     parameters: Sequence[jax.Array],
     *,
-    bounds: Sequence[float | None] | None = None,
+    bounds: Sequence[Bound | None] | None = None,
     **fields,
 ) -> tuple[jax.Array, list[Encoded]]:
     """``f(*xs, *parameters)``, and `quantize` of each x with its bound."""

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.kernels import choice
-from jaxcompact.kernels.quantize import reference
+from jaxcompact.kernels.quantize import levels, reference
 from jaxcompact.kernels.quantize.devices import division
 from jaxcompact.kernels.quantize.noise import mixed_seed
 from jaxcompact.kernels.varying import varying_as
@@ -26,7 +26,7 @@ def quantize(
     axis: int = -1,
     symmetric: bool = True,
     scale_bits: int = 16,
-    bound: float | None = None,
+    bound: levels.Bound | None = None,
     seed: int | jax.Array | None = None,
     implementation: str | None = None,
 ) -> reference.Encoded:
@@ -85,7 +85,7 @@ def dequantize(
     size: int,
     axis: int = -1,
     dtype: jnp.dtype,
-    bound: float | None = None,
+    bound: levels.Bound | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """The inverse, as ``dtype[..., size, ...]``: `reference.dequantize`'s bits.

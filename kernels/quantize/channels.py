@@ -38,7 +38,7 @@ def quantize(
     group: int,
     symmetric: bool,
     scale_bits: int,
-    bound: float | None,
+    bound: levels.Bound | None,
     columns: int,
 ) -> Encoded:
     """Codes ``uint8[b, g * group * bits / 8, c]``, scales and lows ``[b, g, c]``.
@@ -152,7 +152,7 @@ def dequantize(
     group: int,
     size: int,
     dtype: jnp.dtype,
-    bound: float | None,
+    bound: levels.Bound | None,
     columns: int,
 ) -> jax.Array:
     """The inverse, ``dtype[b, size, c]``."""

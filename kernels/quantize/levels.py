@@ -4,6 +4,7 @@ The reference and the kernels are made of these, so that their bits are the same
 product that is added to goes through a comparison first: fused or not, it rounds alike.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ _MAX = float(np.finfo(np.float32).max)
 # half to even, which the lower bits are. No conversion: those are slow.
 _INTEGERS = 12582912.0
 _SQUEEZED = 16
+Bound = tuple[float | None, float | None]  # from where to where; one may be None
 
 
 class Levels(NamedTuple):
@@ -39,22 +41,30 @@ class Levels(NamedTuple):
     within: bool
 
 
-def squeezed(x: jax.Array, bound: float | None) -> jax.Array:
-    """What lies beyond ``bound`` a sixteenth as far beyond, or a third of it; float32.
+def squeezed(x: jax.Array, bound: Bound | None) -> jax.Array:
+    """What lies beyond an end a sixteenth as far beyond, or a third of it; float32.
 
-    The product is exact, so that fusing it changes nothing.
+    The products are exact, so that fusing them changes nothing.
     """
-    if bound is None:
-        return x
-    beyond = jnp.minimum((jnp.abs(x) - bound) * (1 / _SQUEEZED), jnp.float32(bound / 3))
-    there = jnp.where(x < 0, -bound - beyond, bound + beyond)
-    return jnp.where(jnp.abs(x) > bound, there, x)  # not a NaN
+    for end, limit, toward in _ends(bound, jnp.maximum, jnp.minimum):
+        near = x * (1 / _SQUEEZED) + np.float32(end * (1 - 1 / _SQUEEZED))
+        x = toward(x, toward(near, np.float32(limit)))
+    return x
 
 
-def stretched(x: jax.Array, bound: float) -> jax.Array:
-    """The inverse, up to ``bound * 19 / 3``. Its product is exact as well."""
-    far, more = _SQUEEZED * x, (_SQUEEZED - 1) * bound
-    return jnp.maximum(jnp.minimum(x, far + more), far - more)
+def stretched(x: jax.Array, bound: Bound) -> jax.Array:
+    """The inverse, up to 16/3 of an end beyond it. Its products are exact as well."""
+    y = x
+    for end, _, toward in _ends(bound, jnp.minimum, jnp.maximum):
+        y = toward(y, _SQUEEZED * x - np.float32((_SQUEEZED - 1) * end))
+    return y
+
+
+def _ends(bound: Bound | None, *toward: Callable) -> Iterator[tuple]:
+    """Those that there are, how far what is beyond is squeezed, and which of two."""
+    for end, sign, function in zip(bound or (), (-1, 1), toward, strict=False):
+        if end is not None:
+            yield end, end + sign * abs(end) / 3, function
 
 
 def ranked(x: jax.Array) -> jax.Array:
@@ -138,11 +148,10 @@ def value(
     *,
     bits: int,
     dtype,
-    bound: float | None = None,
+    bound: Bound | None = None,
 ) -> jax.Array:
     """The inverse, as ``dtype``; ``scale`` and ``low`` float32."""
     if bound is not None:
-        # What is stretched is 19/3 of the bound at most.
         x = value(code, scale, low, bits=bits, dtype=jnp.float32)
         return saturated(stretched(x, bound), dtype)
     bits_of = code.astype(jnp.int32) | np.float32(2.0**23).view(np.int32)

@@ -36,7 +36,7 @@ def quantize(
     group: int,
     symmetric: bool,
     scale_bits: int,
-    bound: float | None,
+    bound: levels.Bound | None,
     groups: int,
 ) -> Encoded:
     """Codes ``uint8[rows, g * group * bits / 8]``, scales and lows ``[rows, g]``.
@@ -113,7 +113,7 @@ def dequantize(
     group: int,
     size: int,
     dtype: jnp.dtype,
-    bound: float | None,
+    bound: levels.Bound | None,
     groups: int,
 ) -> jax.Array:
     """The inverse, ``dtype[rows, size]``.
@@ -174,7 +174,7 @@ def decoded(
     of: Sequence,
     bits: int,
     dtype: jnp.dtype,
-    bound: float | None = None,
+    bound: levels.Bound | None = None,
 ) -> jax.Array:
     """One group's 64 rows, from its codes, and its levels in shared memory."""
     width = packed.shape[1]

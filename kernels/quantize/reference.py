@@ -137,15 +137,15 @@ def quantize(
     axis: int = -1,
     symmetric: bool = True,
     scale_bits: int = 16,
-    bound: float | None = None,
+    bound: levels.Bound | None = None,
     seed: int | jax.Array | None = None,
 ) -> Encoded:
     """Codes ``uint8[..., g * group * bits / 8, ...]``; scales, lows ``[..., g, ...]``.
 
     ``g = ceil(x.shape[axis] / group)``. Scales and lows are bfloat16, or scales uint8;
     lows are None if symmetric. Rounds to nearest, or stochastically with a seed, what
-    is left of x beyond ``bound`` (`levels.squeezed`). A group that holds a NaN, or an
-    Inf without a bound, has a NaN for a scale.
+    is left of x beyond ``bound``'s ends (`levels.squeezed`). A group that holds a NaN,
+    or an Inf on a side without an end, has a NaN for a scale.
     """
     size = x.shape[axis]
     if bound is not None:
@@ -191,7 +191,7 @@ def dequantize(
     size: int,
     axis: int = -1,
     dtype: jnp.dtype,
-    bound: float | None = None,
+    bound: levels.Bound | None = None,
 ) -> jax.Array:
     """The inverse, as ``dtype[..., size, ...]``."""
     codes = split_groups(codes, group=group * bits // 8, axis=axis)

@@ -58,10 +58,13 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
     """Codes, scale, minimum and decoded values of one group."""
     bits = codec.bits
     top = 2 ** (bits - 1)
-    if codec.bound is not None:  # beyond it steps are 16 times as large
-        edge = np.clip(values, -codec.bound, codec.bound)
-        beyond = np.minimum(np.abs(values - edge) / 16, F32(codec.bound / 3))
-        values = F32(edge + np.sign(values) * beyond)
+    low_end, high_end = codec.ends or (None, None)  # beyond: steps 16 times as large
+    if low_end is not None:
+        near = values / 16 + F32(low_end * 15 / 16)
+        values = np.maximum(values, np.maximum(near, F32(low_end - abs(low_end) / 3)))
+    if high_end is not None:
+        near = values / 16 + F32(high_end * 15 / 16)
+        values = np.minimum(values, np.minimum(near, F32(high_end + abs(high_end) / 3)))
     if codec.symmetric:
         absmax = np.abs(values).max()
         if bits == 1:
@@ -92,9 +95,11 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
         decoded = low + F32(code) * scale
     else:
         decoded = F32(2 * code - 1 if bits == 1 else code - top) * scale
-    if codec.bound is not None:
-        far, more = F32(16) * decoded, F32(15 * codec.bound)
-        decoded = np.maximum(np.minimum(decoded, far + more), far - more)
+    far = F32(16) * decoded
+    if low_end is not None:
+        decoded = np.minimum(decoded, far - F32(15 * low_end))
+    if high_end is not None:
+        decoded = np.maximum(decoded, far - F32(15 * high_end))
     return code.astype(int), scale, low, decoded
 
 

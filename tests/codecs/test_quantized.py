@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import re
 
 import jax
@@ -32,11 +33,14 @@ OPTIONS = [
     if symmetric or scale_bits == 16
 ]
 OPTIONS += [
-    Quantized(bits, 16, symmetric, stochastic, axis, bound=0.75)
-    for bits, symmetric, stochastic, axis in [
-        (4, True, False, -1),
-        (8, False, False, -1),
-        (3, True, True, -2),
+    Quantized(bits, 16, symmetric, stochastic, axis, bound=bound)
+    for bits, symmetric, stochastic, axis, bound in [
+        (4, True, False, -1, 0.75),
+        (8, False, False, -1, 0.75),
+        (3, True, True, -2, 0.75),
+        (4, True, False, -1, (-0.75, None)),
+        (4, False, False, -1, (None, 0.5)),
+        (8, True, False, -2, (-0.25, 2.0)),
     ]
 ]
 
@@ -295,6 +299,11 @@ def test_a_card_writes_codes_alone(symmetric, stochastic, width):
         ({"standardized": ()}, r"standardized must be .* numbers from 0, got \(\)"),
         ({"standardized": (1, 1)}, r"standardized must be .* got \(1, 1\)"),
         ({"standardized": (-2,)}, r"standardized must be .* got \(-2,\)"),
+        ({"bound": (1.0,)}, r"bound must be None, .* or two .* got \(1.0,\)"),
+        ({"bound": (2.0, 1.0)}, r"the lesser first, or None .* got \(2.0, 1.0\)"),
+        ({"bound": (0.0, 1.0)}, r"bound must be .* got \(0.0, 1.0\)"),
+        ({"bound": (None, None)}, r"or None for one, got \(None, None\)"),
+        ({"bound": (-math.nan, 1.0)}, r"bound must be .* got \(nan, 1.0\)"),
         (
             {"standardized": True, "bound": 1.0},
             "bound must be None if standardized is True, got 1.0",

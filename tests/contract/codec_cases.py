@@ -88,14 +88,14 @@ def quantized_bound(codec: Quantized, x: np.ndarray) -> np.ndarray:
 
 def bounded_bound(codec: Quantized, x: np.ndarray) -> np.ndarray:
     """Of what is left beyond the bound, and 16 times that."""
-    edge = np.clip(x, -codec.bound, codec.bound)
-    beyond = np.minimum(abs(x - edge) / 16, codec.bound / 3)
+    edge = np.clip(x, *codec.ends)
+    beyond = np.minimum(abs(x - edge) / 16, abs(edge) / 3)
     left = edge + np.sign(x) * beyond
     # Where both ends are cut off, either may have the code more.
     error = np.maximum(*(quantized_bound(codec, a) for a in (left, -left)))
     off = np.zeros(x.shape)
     for end in (left - error, left + error):
-        decoded = end + 15 * (end - np.clip(end, -codec.bound, codec.bound))
+        decoded = end + 15 * (end - np.clip(end, *codec.ends))
         off = np.maximum(off, abs(decoded - x) * (1 + 2**-20))
     return off
 
@@ -225,6 +225,7 @@ CASES = [
         largest=1e18,
     ),
     Case(Quantized(4, bound=1.5), (30 * (16 + 2), 8 + 2), bounded_bound),
+    Case(Quantized(8, bound=(-0.5, None)), (30 * (32 + 2), 15 + 2), bounded_bound),
     # 2 slots and 1: six rows and five, 2 bytes each and for the index.
     Case(OutlierQuantized(4), (30 * 18 + 2 * 14, 10 + 12), outlier_bound),
     Case(

@@ -98,6 +98,7 @@ CODECS = (
         st.integers(-3, -1),
     )
     | st.builds(jc.Quantized, scale_bits=st.just(8), bound=st.floats(1e-30, 1e30))
+    | st.builds(jc.Quantized, bound=st.tuples(st.floats(-9, -1), st.none()))
     | st.builds(jc.OutlierQuantized, slots=st.floats(0.01, 1) | st.integers(1, 9))
     | st.builds(jc.Float8, st.integers(1, 200))
     | st.builds(jc.Hadamard, st.sampled_from([1, 2, 64]))

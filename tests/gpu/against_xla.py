@@ -78,7 +78,7 @@ def rows():
     yield from (jc.Quantized(bits) for bits in (2, 4, 8))
     yield from (jc.Quantized(4, stochastic=True), jc.Quantized(4, symmetric=False))
     yield from (jc.Quantized(4, 256, scale_bits=8), jc.Quantized(8, 32))
-    yield jc.Quantized(4, bound=1.5)
+    yield from (jc.Quantized(4, bound=b) for b in (1.5, (-0.5, None)))
 
 
 def channels():
@@ -138,7 +138,7 @@ def activation_is_xlas(x):
         return jax.nn.silu(gate) * up
 
     def run(gate, up):
-        fields = {"bits": 4, "group": group_of(gate), "bounds": (1.5, None)}
+        fields = {"bits": 4, "group": group_of(gate), "bounds": ((-1.5, 1.5), None)}
         return activate(swiglu, (gate, up), **fields)
 
     (y, encoded), (expected, codes) = both_ways(run, x, x[..., ::-1])

@@ -105,7 +105,7 @@ CASES = {
     "clipped, one short row": (clipped, {"bits": 4}, "float16", (1, 72)),
     "a sigmoid's gate within a bound": (
         gated,
-        {"bits": 4, "bounds": (1.5, None)},
+        {"bits": 4, "bounds": ((-1.5, 1.5), (-0.5, None))},
         "bfloat16",
         (72, 312),
     ),

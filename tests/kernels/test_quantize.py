@@ -63,9 +63,9 @@ CASES = {
         (16, 216),
     ),
     "one row of less than a group": ({"bits": 4}, "bfloat16", (1, 40)),
-    "within a bound, tails": ({"bits": 4, "bound": 0.8}, "bfloat16", (72, 320)),
+    "within a bound, tails": ({"bits": 4, "bound": (-0.8, 0.8)}, "bfloat16", (72, 320)),
     "channels, within a bound, tails": (
-        {"bits": 8, "symmetric": False, "axis": -2, "bound": 2.2},
+        {"bits": 8, "symmetric": False, "axis": -2, "bound": (-2.2, None)},
         "bfloat16",
         (2, 100, 272),
     ),
@@ -198,13 +198,14 @@ def test_a_group_that_is_not_finite_decodes_to_nan(value, symmetric, axis):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_within_a_bound_an_infinity_is_a_number_and_nan_is_none(axis):
+@pytest.mark.parametrize("bound", [(-3.0, 3.0), (None, 3.0)])
+def test_within_a_bound_an_infinity_is_a_number_and_nan_is_none(axis, bound):
     x = jnp.ones((16, 128), jnp.bfloat16).at[3, 70].set(jnp.inf).at[5, 2].set(jnp.nan)
     x, fields = x.swapaxes(-1, axis), {"bits": 8, "group": 64, "axis": axis}
     with plgpu.force_gpu_interpret_mode(INTERPRETED):
-        found = api.quantize(x, bound=3.0, **fields, **KERNEL)
-    same(found, reference.quantize(x, bound=3.0, **fields))
-    x = jc.Quantized(8, axis=axis, bound=3.0)
+        found = api.quantize(x, bound=bound, **fields, **KERNEL)
+    same(found, reference.quantize(x, bound=bound, **fields))
+    x = jc.Quantized(8, axis=axis, bound=bound)
     x = x.decode(x.encode(jnp.full((16, 128), jnp.inf).at[5, 2].set(jnp.nan)))
     bad = np.zeros((16, 128), bool)
     bad[(5, slice(64)) if axis == -1 else (slice(16), 2)] = True
