@@ -10,6 +10,7 @@ from jaxcompact.arrays import is_inexact
 from jaxcompact.differences import is_square, narrow, pair
 from jaxcompact.graph import Graph, Op, bodies, number, state_of
 from jaxcompact.kinds import (
+    ELEMENTWISE,
     LAYOUT,
     REDUCTIONS,
     SOLVES,
@@ -193,11 +194,24 @@ def find_norms(graph: Graph, fixed: Collection[int]) -> dict[int, list[_Sum]]:
     facts, neither = _Facts(graph), set()
     found = {}
     for op in graph.ops:
-        for value in (narrow(v, graph) for v in steeply_read(op)):
+        for value in (_narrowest(v, graph) for v in steeply_read(op)):
             near = [value, *_beside_one(op, value, facts)]
             ends = [_end_of(v, fixed, facts, neither) for v in near]
             if sums := [end for end in ends if end is not None]:
                 found[value] = sums
+    return found
+
+
+def _narrowest(value: int, graph: Graph) -> int:
+    """The smallest that it is made of alone, cheaply: the variance of a group, which is
+    repeated for its channels before a constant is added."""
+    found = value = narrow(value, graph)
+    while (op := graph.made_by.get(value)) and len(op.reads) == len(op.outs) == 1:
+        if not (op.kind in ELEMENTWISE or op.kind in LAYOUT or renames(op)):
+            break
+        (value,) = op.reads
+        if graph.avals[value].size < graph.avals[found].size:
+            found = value
     return found
 
 

@@ -13,7 +13,7 @@ from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.tensor import Tensor
-from jaxcompact.traced import Plan
+from jaxcompact.traced import Plan, Traced
 
 _OF_BODIES = "cond.", "scan.", "shard_map."
 
@@ -114,7 +114,7 @@ def explain(
     ``fun`` is what `checkpoint` or `jaxcompact.nnx.checkpoint` returned, or a plain
     function with a policy for it, in which nothing is checkpointed yet.
     Arguments may be `jax.ShapeDtypeStruct`s: nothing is computed. All floating point
-    inputs count as differentiated.
+    inputs count as differentiated, but data through which JAX can't differentiate.
 
     Raises ValueError for a plain function without a policy, for a checkpointed one with
     a policy or params, which it has, and what `checkpoint` does.
@@ -141,7 +141,8 @@ def explain(
     if not checkpointed and policy is None:
         raise ValueError(
             f"policy must be given for a fun that jc.checkpoint has not returned "
-            f"itself (a jitted or partial function is another), got {label_of(fun)!r}"
+            f"itself (a jitted or partial function is another; of a model whose layers "
+            f"are wrapped, explain one of these), got {label_of(fun)!r}"
         )
     if not checkpointed:
         fun = checkpoint(fun, policy=policy, params=params)
@@ -150,6 +151,7 @@ def explain(
         is_inexact(traced.graph.avals[v]) and not _is_constant(x, traced.labels.get(v))
         for v, x in zip(traced.graph.inputs, inputs, strict=True)
     )
+    mask = _differentiable(traced, mask)
     plan, exact = traced.plan(mask), traced.under(_Exactly(traced.policy)).plan(mask)
     rows = [
         Row(
@@ -168,6 +170,20 @@ def explain(
     inside = [row for inner in plan.inner() for row in _rows(inner)]
     loops = sum(row.stored for row in _rows(exact) if _is_of_loop(row))
     return Explanation((*rows, *_rows(plan)), tuple(inside), loops)
+
+
+def _differentiable(traced: Traced, mask: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Less the data, as a mask's padding, whose gradient a rule refuses."""
+    if not traced.plan(mask).refused:
+        return mask
+    places = [*map(traced.graph.inputs.index, traced.labels)]
+
+    def refuses(i: int) -> bool:
+        return bool(traced.plan(tuple(i == j for j in range(len(mask)))).refused)
+
+    return tuple(
+        moves and (i in places or not refuses(i)) for i, moves in enumerate(mask)
+    )
 
 
 def _is_closed_over(name: str | None) -> bool:

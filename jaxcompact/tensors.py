@@ -49,6 +49,7 @@ from jaxcompact.scores import (
 )
 from jaxcompact.small import find_small
 from jaxcompact.solving import solves_for_state
+from jaxcompact.spectra import is_spread
 from jaxcompact.still import find_ends
 from jaxcompact.tails import find_tails
 from jaxcompact.tensor import Tensor
@@ -190,6 +191,7 @@ class Tensors:
                 # A softmax over segments is then normalized as its terms are rounded.
                 cheap=tensor.cheap
                 or value in again
+                or (kind == "fft" and is_spread(op, graph))
                 or (value in divisors and kind == "scatter-add"),
             )
         plain = {v for v in stored if self._is_plain(v)}

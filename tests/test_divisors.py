@@ -308,6 +308,21 @@ def test_norms_are_kept_and_not_what_is_normalized(use, shape):
     assert norm.shape == shape and not norm.cheap
 
 
+def test_of_groups_a_variance_is_kept_as_it_is_before_it_is_repeated():
+    """As by Flax's GroupNorm of tokens, before a constant is added."""
+
+    def normed(y):
+        groups = y.reshape(8, 4, -1)
+        variance = jnp.repeat(groups.var(-1), groups.shape[-1], axis=-1)
+        return y * jax.lax.rsqrt(variance + 1e-6)
+
+    found = candidates(
+        lambda w, x: normed(x @ w), jax.ShapeDtypeStruct((16, 64), jnp.float32), X
+    )
+    (norm,) = (t for t in found.values() if t.divisor)
+    assert norm.shape == (8, 4) and not norm.cheap
+
+
 @pytest.mark.parametrize(
     "use",
     [

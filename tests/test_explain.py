@@ -184,6 +184,21 @@ def test_nothing_is_computed_for_shapes_alone():
     assert said == jc.explain(block, PARAMS, X, policy=jc.policies.int4(), params=0)
 
 
+def test_data_that_jax_cant_differentiate_does_not_count():
+    """A minimum over windows has no gradient: as if the padding were closed over."""
+    padding = jnp.zeros((8, 64))
+
+    def padded(w, x, padding):
+        there = jax.lax.reduce_window(padding, 1.0, jax.lax.min, (1, 4), (1, 1), "SAME")
+        return jax.nn.relu(x @ w) * (1 - there)
+
+    w, x = normal(1, 64, 64), normal(2, 8, 64)
+    said = jc.explain(padded, w, x, padding, policy=jc.policies.int4(), params=0)
+    rows = {row.name: row for row in said.rows}
+    assert rows["relu.0"].stored == 8 * 64 // 8 and rows["x"].stored > 0
+    assert said.exact > 8 * 64 * 4
+
+
 def test_a_plain_function_needs_a_policy():
     with pytest.raises(ValueError, match="policy must be given"):
         jc.explain(block, PARAMS, X)

@@ -44,7 +44,7 @@ LAYERS = (
         "rows",
         "bounded",
     },
-    {"scores", "small", "still", "tails"},
+    {"scores", "small", "spectra", "still", "tails"},
     {"actions", "candidates"},
     {"compress", "subspace", "tensors", "program", "norms", "rules", "surrogates"},
     {"policy", "recording"},

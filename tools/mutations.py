@@ -1381,6 +1381,36 @@ MUTATIONS = [
         "tests/test_tails.py::test_what_is_not_flat_has_no_bound",
     ),
     Mutation(
+        "a spectrum is stored, however much larger than what it is of",
+        "jaxcompact/spectra.py",
+        "return made > _LARGER * of",
+        "return False",
+        "tests/test_spectra.py::"
+        "test_what_a_padded_sequences_spectrum_is_of_is_stored_in_its_place",
+    ),
+    Mutation(
+        "every spectrum is made again",
+        "jaxcompact/spectra.py",
+        "return made > _LARGER * of",
+        "return True",
+        "tests/test_spectra.py::test_what_is_no_larger_is_stored",
+    ),
+    Mutation(
+        "a variance is stored as often as it is repeated",
+        "jaxcompact/divisors.py",
+        "            found = value\n    return found\n\n\ndef _end_of",
+        "            pass\n    return found\n\n\ndef _end_of",
+        "tests/test_divisors.py::"
+        "test_of_groups_a_variance_is_kept_as_it_is_before_it_is_repeated",
+    ),
+    Mutation(
+        "data that can't be differentiated hides all tensors",
+        "jaxcompact/explain.py",
+        "    mask = _differentiable(traced, mask)\n",
+        "",
+        "tests/test_explain.py::test_data_that_jax_cant_differentiate_does_not_count",
+    ),
+    Mutation(
         "what is given of a function is not looked at",
         "jaxcompact/tails.py",
         "read.add(out)",
