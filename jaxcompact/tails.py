@@ -72,6 +72,7 @@ def _read_of(
 ) -> list[np.ndarray]:
     """What is made of a value alone, if it is the grid, and read by others or given."""
     made, read = {value: _GRID}, set()
+    given = [v for v in graph.outputs if isinstance(v, int)]
     todo = {places[op] for op in graph.readers[value]}
     while todo and value not in read:
         op = graph.ops[min(todo)]
@@ -83,7 +84,7 @@ def _read_of(
             (out,) = op.outs
             made[out] = y
             todo.update(places[reader] for reader in graph.readers[out])
-            if any(v is out for v in graph.outputs):
+            if out in given:
                 read.add(out)
     return [made[v] for v in read]
 

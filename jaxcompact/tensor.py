@@ -90,7 +90,7 @@ class Tensor:
     terms: int | None = None
     normed: bool = False
     row: int | tuple[int, ...] | None = None
-    bound: float | tuple[float, float] | None = None
+    bound: float | tuple[float | None, float | None] | None = None
     step: bool = False
     statistic: bool = False
     small: bool = False

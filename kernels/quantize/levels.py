@@ -46,25 +46,30 @@ def squeezed(x: jax.Array, bound: Bound | None) -> jax.Array:
 
     The products are exact, so that fusing them changes nothing.
     """
-    for end, limit, toward in _ends(bound, jnp.maximum, jnp.minimum):
+    for end, most, toward in _ends(bound, jnp.maximum, jnp.minimum):
         near = x * (1 / _SQUEEZED) + np.float32(end * (1 - 1 / _SQUEEZED))
-        x = toward(x, toward(near, np.float32(limit)))
+        x = toward(x, toward(near, np.float32(end + most / _SQUEEZED)))
     return x
 
 
 def stretched(x: jax.Array, bound: Bound) -> jax.Array:
-    """The inverse, up to 16/3 of an end beyond it. Its products are exact as well."""
+    """The inverse, up to 16/3 of an end beyond it. Its products are exact as well.
+
+    Beside what is large on a side without an end, what is small may be rounded to more.
+    """
     y = x
     for end, _, toward in _ends(bound, jnp.minimum, jnp.maximum):
         y = toward(y, _SQUEEZED * x - np.float32((_SQUEEZED - 1) * end))
+    for end, most, toward in _ends(bound, jnp.maximum, jnp.minimum):
+        y = toward(y, np.float32(end + most))
     return y
 
 
 def _ends(bound: Bound | None, *toward: Callable) -> Iterator[tuple]:
-    """Those that there are, how far what is beyond is squeezed, and which of two."""
+    """Those that there are, how far beyond anything may lie, and which of two."""
     for end, sign, function in zip(bound or (), (-1, 1), toward, strict=False):
         if end is not None:
-            yield end, end + sign * abs(end) / 3, function
+            yield end, sign * abs(end) * _SQUEEZED / 3, function
 
 
 def ranked(x: jax.Array) -> jax.Array:

@@ -98,8 +98,10 @@ def emulated_group(codec: Quantized, values, real: int, places, seed: int):
     far = F32(16) * decoded
     if low_end is not None:
         decoded = np.minimum(decoded, far - F32(15 * low_end))
+        decoded = np.maximum(decoded, F32(low_end - abs(low_end) * 16 / 3))
     if high_end is not None:
         decoded = np.maximum(decoded, far - F32(15 * high_end))
+        decoded = np.minimum(decoded, F32(high_end + abs(high_end) * 16 / 3))
     return code.astype(int), scale, low, decoded
 
 
