@@ -107,17 +107,19 @@ def _evaluated(
             values.append(0.0)
         else:
             return None
-    dtypes = (v.aval.dtype for v in op.eqn.outvars)
-    if not all(jnp.issubdtype(d, jnp.bool_) or is_float(d) for d in dtypes):
-        return None
     if op.kind == "integer_pow":
         return values[0] ** op.eqn.params["y"]
     evaluate = np.asarray if renames(op) else _OF_NUMBERS.get(op.kind)
-    return evaluate and evaluate(*values)
+    dtype = getattr(op.eqn.outvars[0].aval, "dtype", jnp.int32)
+    mask = jnp.issubdtype(dtype, jnp.bool_)
+    if evaluate is None or not (mask or is_float(dtype)):
+        return None
+    return np.asarray(evaluate(*values), bool if mask else float)
 
 
 def _ends(y: np.ndarray) -> Bound:
     """Between which values of the grid it is not flat; infinite where it goes on."""
+    y = y.astype(float)
     slopes = np.abs(np.diff(y) / np.diff(_GRID))
     usual = slopes[np.abs(_GRID[1:]) < _USUAL].max()
     if not np.isfinite(y).all() or slopes.max() > _GROWS * usual:

@@ -73,6 +73,7 @@ SLOPED = {
     "a leak": of(jax.nn.leaky_relu),
     "a small leak": of(lambda h: jnp.where(h > 0, h, 1e-3 * h)),
     "ever steeper": of(lambda h: jnp.exp(h / 2) - h),
+    "of masks": of(lambda h: h * ((h > 1) * 1.0 - (h < -1) * 1.0)),
     "on both sides": of(lambda h: h * jnp.tanh(h)),
     "a slope of its own": of(stepped),
     "straight through": of(lambda h: h + jax.lax.stop_gradient(jax.nn.gelu(h) - h)),
