@@ -44,7 +44,7 @@ MLP = {"up": normal(1, 64, 128, scale=0.1), "down": normal(2, 128, 64, scale=0.1
 def test_mlp():
     @jax.jit
     def by_hand(w, x, ct):
-        h = coded(Q4, x @ w["up"])
+        h = coded(jc.Quantized(4, bound=(-2.6, None)), x @ w["up"])
         y, gelu = jax.vjp(jax.nn.gelu, h)
         (dh,) = gelu(ct @ w["down"].T)
         return {"up": coded(Q4, x).T @ dh, "down": y.T @ ct}, ct + dh @ w["up"].T
@@ -81,7 +81,8 @@ def test_norm_and_gate():
             return y * jax.lax.rsqrt(square(y) + error)
 
         y, backward = jax.vjp(again, coded(Q4, x))
-        gate, up = (coded(Q4, norm(x) @ w[i]) for i in (0, 1))
+        gate = coded(jc.Quantized(4, bound=(-4.7, None)), norm(x) @ w[0])
+        up = coded(Q4, norm(x) @ w[1])
         z, gated = jax.vjp(lambda g, u: jax.nn.silu(g) * u, gate, up)
         dgate, dup = gated(ct @ w[2].T)
         (dx,) = backward(dgate @ w[0].T + dup @ w[1].T)
