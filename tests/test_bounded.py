@@ -152,6 +152,7 @@ LARGE = float(jnp.finfo(jnp.float32).max)
         (lambda h: jnp.tanh(h[:, None] + jnp.zeros((256, 2, 1)))[:, 0], 3.0),
         (lambda h: jnp.tanh(3 - h), 6.0),
         (lambda h: jnp.clip(h, -jnp.inf, 1), (None, 1.0)),
+        (lambda h: jnp.minimum(h, 1), (None, 1.0)),
         (lambda h: jnp.clip(h, -LARGE, LARGE), None),
         (lambda h: jnp.clip(h, -1e-33, 1e-33), None),
         (lambda h: jnp.tanh(h * jnp.arange(128.0)), None),

@@ -1367,6 +1367,13 @@ MUTATIONS = [
         "tests/test_bounded.py::test_bounds",
     ),
     Mutation(
+        "what frozen weights make of a stream is a loss",
+        "jaxcompact/differences.py",
+        "if not _is_of_products(op, graph, begins, moving):",
+        "if True:",
+        "tests/test_differences.py::test_other_sums_are_no_differences",
+    ),
+    Mutation(
         "what is flat on one side has no bound",
         "jaxcompact/tensors.py",
         "bounds |= find_tails(graph, self.fixed, plain - bounds.keys())",
@@ -1377,7 +1384,7 @@ MUTATIONS = [
         "what others read of a tensor is forgotten where a function is flat",
         "jaxcompact/tails.py",
         "read.update(made.keys() & op.reads)",
-        "pass",
+        "read.update((made.keys() & op.reads) - {value})",
         "tests/test_tails.py::test_what_is_not_flat_has_no_bound",
     ),
     Mutation(
