@@ -216,7 +216,11 @@ def of_bias(w, x):
     return jnp.tanh(x @ w["up"] + w["b"]) @ w["down"]
 
 
-@pytest.mark.parametrize("fun", [gated, of_bias])
+def of_gelu(w, x):
+    return jax.nn.gelu(x @ w["up"] + w["b"]) @ w["down"]
+
+
+@pytest.mark.parametrize("fun", [gated, of_bias, of_gelu])
 def test_a_kernel_makes_codes_and_function_in_one_pass(fun):
     """On a card; the tensor is in no other operation."""
     S = jax.ShapeDtypeStruct

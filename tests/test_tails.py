@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 import jaxcompact as jc
-from jaxcompact.kernels import choice
 from tests.cases import slow
-from tests.kernels.machine_code import compiled, kernels_in
 from tests.test_bounded import errors, of, stored, wide
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -135,22 +133,3 @@ def test_an_infinity_is_one_on_the_open_side_alone(sign):
     block = jc.checkpoint(of(jax.nn.elu), policy=jc.policies.int4(), params=0)
     found = jax.grad(lambda w: block(w, x).astype(jnp.float32).sum())(w)
     assert jnp.isfinite(found["up"]).all() == (sign < 0)
-
-
-def gelu(w, x):
-    return jax.nn.gelu(x @ w["up"] + w["b"]) @ w["down"]
-
-
-def test_a_kernel_makes_codes_and_function_in_one_pass():
-    """On a card; the tensor is in no other operation."""
-    S = jax.ShapeDtypeStruct
-    shapes = {"up": (512, 2048), "down": (2048, 512), "b": (2048,)}
-    w = {name: S(shape, jnp.bfloat16) for name, shape in shapes.items()}
-    policy = jc.Policy({"x": jc.Save()}, default=jc.policies.int4())
-    block = jc.checkpoint(gelu, policy=policy, params=0)
-
-    def forward(w, x):
-        with choice.using("mosaic_gpu"):
-            return jax.vjp(lambda w: block(w, x), w)
-
-    assert kernels_in(compiled(forward, w, S((4096, 512), jnp.bfloat16))) == 1
