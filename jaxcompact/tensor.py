@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 
+from jaxcompact.kernels.quantize.levels import Bound
 from jaxcompact.reals import reals_of
 
 TERMS = 128  # a product of two activations over so many at most is made again
@@ -90,7 +91,7 @@ class Tensor:
     terms: int | None = None
     normed: bool = False
     row: int | tuple[int, ...] | None = None
-    bound: float | tuple[float | None, float | None] | None = None
+    bound: float | Bound | None = None
     step: bool = False
     statistic: bool = False
     small: bool = False

@@ -4,6 +4,8 @@ Beside larger ones little is left of a small one in few bits; standardized they 
 alike.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,12 +14,26 @@ from jaxcompact.codecs.codec import narrowed
 _WIDEST = 2.0**63  # the deviation of a channel that has none in float32
 
 
-def moments_of(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+def are_axes(axes: Any) -> bool:
+    """Whether they are some, different ones, as numbers from 0."""
+    numbers = isinstance(axes, tuple) and all(type(a) is int and a >= 0 for a in axes)
+    return numbers and 0 < len(axes) == len({*axes})
+
+
+def moments_of(x: jax.Array, axes: bool | tuple[int, ...]) -> jax.Array:
     """Mean and deviation over the axes, bfloat16 ``[2, ...]``, the axes of size 1.
+
+    ``axes``: True for all but the last. Raises ValueError for an array that lacks them.
 
     The product of a deviation and what is decoded is exact then: that a sum is fused
     with it changes nothing.
     """
+    if axes is True:
+        axes = tuple(range(x.ndim - 1))
+    if max(axes, default=-1) >= x.ndim:
+        raise ValueError(
+            f"standardized {axes} needs an array that has these axes, got {x.shape}"
+        )
     values = narrowed(x).astype(jnp.float32)
     # As batch norms find them: XLA then finds both from one reading of x.
     mean, square = (

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcompact.codecs.bound import ends_of, is_bound
 from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
-from jaxcompact.codecs.moments import moments_of, restored, standardized
+from jaxcompact.codecs.moments import are_axes, moments_of, restored, standardized
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.normalize import api as normalization
@@ -160,13 +161,13 @@ class Quantized(Codec):
             raise ValueError(f"scale_bits must be 8 or 16, got {self.scale_bits!r}")
         if self.scale_bits == 8 and not self.symmetric:
             raise ValueError("scale_bits must be 16 if symmetric is False, got 8")
-        if self.bound is not None and not _is_bound(self.bound):
+        if self.bound is not None and not is_bound(self.bound):
             raise ValueError(
                 f"bound must be None, a number from 1e-30 to 1e30, or two of such size "
                 f"and the lesser first, or None for one, got {self.bound!r}"
             )
         axes = self.standardized
-        if not isinstance(axes, bool) and not _are_axes(axes):
+        if not isinstance(axes, bool) and not are_axes(axes):
             raise ValueError(
                 f"standardized must be True, False or a tuple of axes, numbers from 0, "
                 f"got {axes!r}"
@@ -192,17 +193,7 @@ class Quantized(Codec):
     @property
     def ends(self) -> Bound | None:
         """Of the bound: from where to where."""
-        return (-self.bound, self.bound) if _is_number(self.bound) else self.bound
-
-    def _moments(self, x: jax.Array) -> jax.Array:
-        axes = self.standardized
-        if axes is True:
-            axes = tuple(range(x.ndim - 1))
-        if max(axes, default=-1) >= x.ndim:
-            raise ValueError(
-                f"standardized {axes} needs an array that has these axes, got {x.shape}"
-            )
-        return moments_of(x, axes)
+        return ends_of(self.bound)
 
     def _group(self, size: int) -> int:
         """The length of a group, of so many entries along the axis."""
@@ -224,7 +215,7 @@ class Quantized(Codec):
         self._require(x, seed)
         shape, dtype, moments = x.shape, x.dtype, None
         if self.standardized:
-            moments = self._moments(x)
+            moments = moments_of(x, self.standardized)
             x = standardized(x, moments)
         rows = in_rows(x, self._grouped(x.shape))
         group = self._group(rows.shape[self.axis])
@@ -381,21 +372,3 @@ class Quantized(Codec):
             dtype=encoded.dtype,
             **product,
         )
-
-
-def _is_number(x: Any) -> bool:
-    return type(x) in (int, float)
-
-
-def _is_bound(x: Any) -> bool:
-    if _is_number(x):
-        return 1e-30 <= x <= 1e30
-    ends = [end for end in x if end is not None] if isinstance(x, tuple) else []
-    if not ends or len(x) != 2 or not all(map(_is_number, ends)):
-        return False
-    return ends == sorted({*ends}) and all(_is_bound(abs(end)) for end in ends)
-
-
-def _are_axes(axes: Any) -> bool:
-    numbers = isinstance(axes, tuple) and all(type(a) is int and a >= 0 for a in axes)
-    return numbers and 0 < len(axes) == len({*axes})
