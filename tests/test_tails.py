@@ -91,7 +91,7 @@ def trained(size):
     return {**w, "up": w["up"].at[0].set(-size / 8)}, x.at[:, 0].set(8)
 
 
-@pytest.mark.parametrize("name", ["gelu", *map(slow, sorted(FLAT.keys() - {"gelu"}))])
+@pytest.mark.parametrize("name", ["elu", *map(slow, sorted(FLAT.keys() - {"elu"}))])
 @pytest.mark.parametrize("size", [slow(1), 2, slow(8)])
 @pytest.mark.parametrize("policy", ["int4", slow("int8")])
 def test_gradients_are_no_further_off_for_a_bound(name, size, policy):
