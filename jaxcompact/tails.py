@@ -22,7 +22,7 @@ _GRID = 0.1 * np.sinh(np.linspace(-9, 9, 2049))  # up to 405, 1 % apart at the e
 _USUAL, _GROWS = 8.0, 1.5  # where the usual slope is met, and how much larger any is
 _FLAT = 0.03  # of the usual slope: by the gradients of a trained GPT-2 and LLaMA
 _LEFT = 0.05  # that all of what is flat may differ by, of where that slope is 1
-_LEAST = 0.1  # of an end: what a sign alone decides has none
+_LEAST = 1.0  # of an end, within a third of which what lies beyond is stored
 _OF_NUMBERS: dict[str, Callable[..., np.ndarray]] = CORNERS | {
     "add_any": np.add,
     "convert_element_type": np.asarray,

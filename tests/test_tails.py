@@ -28,7 +28,7 @@ FLAT = {
     "elu": (jax.nn.elu, "(-3.5, None)"),
     "a selu": (jax.nn.selu, "(-3.5, None)"),
     "of the negative": (lambda h: jax.nn.gelu(-h), "(None, 2.6)"),
-    "less a number": (lambda h: jax.nn.gelu(h - 2), "(-0.56, None)"),
+    "more than a number": (lambda h: jax.nn.gelu(h + 1), "(-3.5, None)"),
     "in float32": (lambda h: jax.nn.gelu(h.astype(jnp.float32)), "(-2.6, None)"),
     "two of one": (lambda h: jax.nn.gelu(h) + jnp.maximum(h, -4), "(-4.0, None)"),
     "clipped on one side": (lambda h: jnp.minimum(h, 1), "(None, 1.0)"),
@@ -41,6 +41,8 @@ FLAT = {
 def test_where_it_is_flat(name, dtype):
     """Where its slope is three hundredths of the largest; with a bias the same."""
     function, bound = FLAT[name]
+    if name == "exact gelu" and dtype == jnp.bfloat16:
+        bound = "(-2.6, None)"  # its root of a half is rounded
     found = stored(of(function), *wide(1, dtype), jc.policies.int4())["dot_general.0"]
     assert found == f"Quantized(bits=4, bound={bound})"
 
@@ -71,6 +73,7 @@ SLOPED = {
     "a leak": of(jax.nn.leaky_relu),
     "a small leak": of(lambda h: jnp.where(h > 0, h, 1e-3 * h)),
     "ever steeper": of(lambda h: jnp.square(jnp.maximum(h, 0))),
+    "near zero": of(lambda h: jax.nn.gelu(h - 2)),
     "of masks": of(lambda h: h * ((h > 1) * 1.0 - (h < -1) * 1.0)),
     "on both sides": of(lambda h: h * jnp.tanh(h)),
     "a slope of its own": of(stepped),
