@@ -1432,13 +1432,6 @@ MUTATIONS = [
         "tests/test_tails.py::test_what_is_not_flat_has_no_bound",
     ),
     Mutation(
-        "what is steep yet is flat",
-        "jaxcompact/tails.py",
-        "slopes > _FLAT * usual",
-        "slopes > 0.9 * usual",
-        "tests/test_tails.py::test_gradients_are_no_further_off_for_a_bound",
-    ),
-    Mutation(
         "what grows ever steeper is flat",
         "jaxcompact/tails.py",
         " or slopes.max() > _GROWS * usual",
