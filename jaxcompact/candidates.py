@@ -92,12 +92,11 @@ class Candidates(dict[int, Tensor]):
             self._put(self.pop(value), part)
 
     def move_to_slices(self, exponents: Set[int], tables: Collection[Op]) -> bool:
-        """What exponentials read a lesser part of, as of Mamba's input, is in parts.
+        """What exponentials read a part of, as q and k beside v, is stored in parts.
 
         And that of which slices are read that make no more than half of it, as the
         corners of a spectrum; all of which have bounds, as an LSTM's gates; or which
-        are sums with others, as a GRU's. Else it is one, as q and k beside v, and has
-        as many bits as these want. Whether any is.
+        are sums with others, as a GRU's. Whether any is.
         """
         made = {v for v, t in self.items() if t.kind == "op" and t.floating}
         cut = find_slices(self.graph, made, self.fixed)
@@ -117,7 +116,7 @@ class Candidates(dict[int, Tensor]):
         before = len(self)
         for value, slices in cut.items():
             whole = entries([value])
-            lesser = 0 < 2 * entries(read.intersection(slices)) <= whole
+            lesser = 0 < entries(read.intersection(slices)) < whole
             less = lesser or 2 * entries(slices) <= whole
             if less or bounded >= {*slices} or not summed.isdisjoint(slices):
                 tensor = self.pop(value)

@@ -14,7 +14,7 @@ from jaxcompact.kinds import ADDITIONS, BLOCKS
 # Of one operand, whose numbers no gradient reads.
 _LAYOUTS = frozenset("copy reshape transpose".split())
 _PLACES = _LAYOUTS | frozenset("expand_dims rev slice squeeze".split())
-_SLICES = frozenset("slice split".split())
+_SLICES = frozenset("slice split unstack".split())
 _NUMBERS = frozenset("convert_element_type imag neg real reduce_sum".split())
 
 

@@ -257,6 +257,8 @@ def _axis_before(op: Op, source: int, axis: int | None, graph: Graph) -> int | N
         case "squeeze":
             gone = op.eqn.params["dimensions"]
             return [i for i in range(len(before)) if i not in gone][axis]
+        case "unstack":
+            return axis + (op.eqn.params["axis"] <= axis)
         case "reshape":
             for i, size in enumerate(before):
                 if size == after[axis] and prod(before[:i]) == prod(after[:axis]):

@@ -51,7 +51,7 @@ def find_sums(
             zeros.update(op.outs)
         if still.issuperset(op.reads):
             still.update(op.outs)
-        if op.kind == "split":  # of what is stored in parts
+        if op.kind in ("split", "unstack"):  # of what is stored in parts
             sums |= {v: _Sum(op, (v,)) for v in op.outs if v in candidates}
         single = len(op.outs) == 1 and op.kind not in BLOCKS
         if single and op.outs[0] in candidates:

@@ -80,14 +80,31 @@ def folded(x):
     return (a.reshape(8, -1) for a in (parts[:, 0], parts[:, 1], parts[:, 2:]))
 
 
+def most(x):
+    return x[:, :6], x[:, 6:12], x[:, 12:]
+
+
+def unstacked(x):
+    return jnp.unstack(x.reshape(8, 4, 4).swapaxes(0, 1))
+
+
 def attention(w, x, parts):
-    """What is multiplied by the attention's probabilities is wider than q and k."""
-    q, k, v = parts(x @ w)
-    return jnp.sin(jax.nn.softmax(q @ k.T) @ jnp.sin(v))
+    """What is multiplied by the attention's probabilities is what is left."""
+    q, k, *v = parts(x @ w)
+    return jnp.sin(jax.nn.softmax(q @ k.T) @ jnp.sin(jnp.concatenate(v, axis=1)))
 
 
-@pytest.mark.parametrize("parts", [cut, split, folded])
-def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts):
+@pytest.mark.parametrize(
+    ("parts", "at"),
+    [
+        (cut, (4, 8)),
+        (split, (4, 8)),
+        (folded, (4, 8)),
+        (most, (6, 12)),
+        (unstacked, (4, 8, 12)),
+    ],
+)
+def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts, at):
     """Each as if it had been made by itself, in as many bytes."""
     w, x = (normal(i, n, 16) for i, n in ((0, 16), (1, 8)))
 
@@ -95,11 +112,14 @@ def test_what_exponentials_read_a_part_of_is_stored_in_parts(parts):
         return attention(w, x, parts)
 
     def alone(w, x):
-        return attention(w, x, lambda _: (x @ w[:, :4], x @ w[:, 4:8], x @ w[:, 8:]))
+        return attention(w, x, lambda _: [x @ part for part in cuts(w)])
+
+    def cuts(w):
+        return jnp.split(w, at, axis=1)
 
     found = candidates(together, W, X)
-    sizes = [found[f"dot_general.0.{i}"].size for i in range(3)]
-    assert sizes == [32, 32, 64] and "dot_general.0" not in found
+    sizes = [found[f"dot_general.0.{i}"].size for i in range(len(at) + 1)]
+    assert sizes == [a.size for a in cuts(x)] and "dot_general.0" not in found
     for policy in (jc.policies.int8(), jc.policies.int4()):
         small, other = (
             jc.checkpoint(f, policy=policy, params=0) for f in (together, alone)
@@ -177,6 +197,17 @@ def test_parts_that_are_read_as_sums_are_stored_as_these():
     assert jnp.linalg.norm(grad - exact) < 0.02 * jnp.linalg.norm(exact)
 
 
+def test_parts_are_read_as_sums_however_they_are_cut():
+    def fun(w, x):
+        pairs = zip(unstacked(x @ w), unstacked(x @ w.T), strict=True)
+        i, f, g, o = (a + b for a, b in pairs)
+        return jax.nn.sigmoid(i) * jnp.sin(f) + jax.nn.sigmoid(o) * jnp.cos(g)
+
+    found = candidates(fun, W, X)
+    names = [n for n, t in found.items() if t.kind == "op" and not t.cheap]
+    assert sorted(names) == [f"add.{i}" for i in range(4)]
+
+
 def stored_in(fun, policy):
     return jc.explain(fun, W, X, policy=policy, params=0).stored
 
@@ -184,7 +215,7 @@ def stored_in(fun, policy):
 @pytest.mark.parametrize(
     "fun",
     [
-        lambda w, x: attention(w, x, lambda y: (y[:, :6], y[:, 6:12], y[:, 12:])),
+        lambda w, x: attention(w, x, lambda y: (y[:, :8], y[:, 8:], x)),
         lambda w, x: attention(w, x, lambda y: (y[:, :4], y[:, 4:8], y)),
         lambda w, x: attention(
             w, x, lambda y: (y[:, :4], y[:, 4:8], y.max(1)[:, None])
@@ -196,7 +227,7 @@ def stored_in(fun, policy):
         lambda w, x: attention(w, x, lambda y: cut(summed(y))),
     ],
     ids=[
-        "most",
+        "q and k alone",
         "whole",
         "a maximum",
         "twice",

@@ -26,6 +26,16 @@ def test_the_operands_of_softmax_scores():
     assert sorted(terms.values()) == [4, 8]  # tokens; channels
 
 
+def test_tokens_that_come_first():
+    def fun(w, x):
+        qkv = checkpoint_name((x @ w).reshape(4, 2, 3, 2, 8), "qkv")
+        q, k, v = jnp.unstack(qkv.transpose(1, 3, 2, 0, 4), axis=2)
+        return jax.nn.softmax(q @ k.mT) @ v
+
+    found = candidates(fun, S((16, 48), jnp.float32), S((4, 2, 16), jnp.float32))
+    assert found["qkv"].scores == 0
+
+
 def test_logits_of_a_loss_are_no_scores():
     def fun(w, x):
         return jax.nn.log_softmax(x @ w)
