@@ -12,14 +12,14 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.extend.core import get_opaque_trace_state
 
+from jaxcompact.analysis.spans import spans_of
 from jaxcompact.graph import Graph, graph_of, joined
 from jaxcompact.kinds import is_entered
-from jaxcompact.outputs import Outputs
 from jaxcompact.paths import leaves_with_path, path_name
 from jaxcompact.policy import ChoosesActions, Policy, require_policy
 from jaxcompact.sketched import SketchedKernel
-from jaxcompact.spans import spans_of
-from jaxcompact.traced import Traced, run
+from jaxcompact.transform.outputs import Outputs
+from jaxcompact.transform.traced import Traced, run
 
 _OF_THE_WORLD = {"IOEffect", "OrderedIOEffect"}  # classes that jax does not export
 

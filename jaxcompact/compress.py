@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jaxcompact.actions import Action, Derivative, Recompute, Save, require
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import BitMask, Codec, Narrow, Quantized
 from jaxcompact.kernels.bits.reference import unit
-from jaxcompact.tensor import Tensor
 
 # Of the shortest groups of q and k: a scale and an offset take half as much as codes.
 _TOKENS = 8

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 
 from jaxcompact.actions import Action, Recompute, Save, written
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.arrays import is_inexact, nbytes_of, on_host
 from jaxcompact.checkpoint import TRACERS, Params, checkpoint, label_of
 from jaxcompact.codecs import Codec
 from jaxcompact.policy import ChoosesActions
-from jaxcompact.tensor import Tensor
-from jaxcompact.traced import Plan, Traced
+from jaxcompact.transform.traced import Plan, Traced
 
 _OF_BODIES = "cond.", "scan.", "shard_map."
 

@@ -13,9 +13,9 @@ from jaxcompact.actions import (
     is_exact,
     of_value,
 )
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.compress import Compress
-from jaxcompact.tensor import Tensor
 
 
 class ChoosesActions(Protocol):

@@ -8,9 +8,9 @@ import pytest
 
 import jaxcompact as jc
 from jaxcompact.actions import is_exact, written
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.compress import Compress
-from jaxcompact.tensor import Tensor
 
 Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
 Q8_ASYMMETRIC = jc.Quantized(8, symmetric=False)

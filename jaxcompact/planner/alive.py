@@ -18,7 +18,7 @@ from jaxcompact.kinds import expensive
 from jaxcompact.planner.items import Option
 from jaxcompact.planner.problem import Problem
 from jaxcompact.planner.stages import loads
-from jaxcompact.sources import Residual, Source
+from jaxcompact.transform.sources import Residual, Source
 
 
 def alive(problem: Problem, chosen: Sequence[Option | None], layers: int) -> int:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 import jax
 
 from jaxcompact.actions import Action
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.memory.functions import made_by
 from jaxcompact.planner.arguments import arrays_of, of_arrays
 from jaxcompact.policy import ChoosesActions
-from jaxcompact.tensor import Tensor
-from jaxcompact.traced import Plan as Traces
-from jaxcompact.traced import Traced
+from jaxcompact.transform.traced import Plan as Traces
+from jaxcompact.transform.traced import Traced
 
 
 class Noting:

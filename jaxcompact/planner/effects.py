@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.actions import Action, of_value, written
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.policy import ChoosesActions, Policy
-from jaxcompact.tensor import Tensor
 
 _LOST = 1e6  # a thousand times the gradient
 

@@ -22,8 +22,8 @@ from jaxcompact.planner.milp import frontier
 from jaxcompact.planner.problem import CODECS, problem_of, without_host
 from jaxcompact.planner.roofline import nbytes_of
 from jaxcompact.policy import ChoosesActions
-from jaxcompact.program import Program
-from jaxcompact.traced import Plan as Traces
+from jaxcompact.transform.program import Program
+from jaxcompact.transform.traced import Plan as Traces
 
 JAX_POLICIES = {
     "everything_saveable": saves.everything_saveable,

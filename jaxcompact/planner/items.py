@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxcompact.actions import Action, Derivative, Recompute, Save, of_value
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Codec, Offload
 from jaxcompact.compress import alike
 from jaxcompact.kernels.explicit import part
@@ -17,9 +18,8 @@ from jaxcompact.planner.effects import Sensitivity, noise_of
 from jaxcompact.planner.measured import codec_seconds
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.reals import reals_of
-from jaxcompact.replay import Replay
-from jaxcompact.sources import Residual, Source
-from jaxcompact.tensor import Tensor
+from jaxcompact.transform.replay import Replay
+from jaxcompact.transform.sources import Residual, Source
 
 
 @dataclass(frozen=True)

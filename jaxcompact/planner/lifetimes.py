@@ -23,7 +23,7 @@ from jaxcompact.kinds import expensive
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.items import Item
 from jaxcompact.planner.problem import Problem
-from jaxcompact.sources import Residual, Source
+from jaxcompact.transform.sources import Residual, Source
 
 Terms = dict[int, float]
 _EARLIER = 8  # stages by which something is there, that are told apart

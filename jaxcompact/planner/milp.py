@@ -31,7 +31,7 @@ from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.items import Option
 from jaxcompact.planner.lifetimes import Lifetimes
 from jaxcompact.planner.problem import Problem
-from jaxcompact.sources import Residual
+from jaxcompact.transform.sources import Residual
 
 _NODES = 200  # of a search with lifetimes, which are modelled: it could take minutes
 _PRICE = 0.01  # of a forward pass: of all the noise that is allowed

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from jaxcompact import codecs
 from jaxcompact.actions import Action, Derivative, Recompute, Save, written
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Chain, Codec
 from jaxcompact.memory.cache import write_whole
 from jaxcompact.memory.cards import find_device
 from jaxcompact.memory.peak import gib
-from jaxcompact.tensor import Tensor
 
 _CODECS = (kind for kind in vars(codecs).values() if isinstance(kind, type))
 _ACTIONS = {kind.__name__: kind for kind in (Save, Recompute, Derivative)} | {

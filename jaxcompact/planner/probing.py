@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxcompact.actions import Action, Derivative, Recompute, Save
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Codec
 from jaxcompact.kernels.varying import varying_as
 from jaxcompact.policy import ChoosesActions, bounded
 from jaxcompact.reals import as_reals
-from jaxcompact.tensor import Tensor
 
 
 @dataclass(frozen=True, eq=False)

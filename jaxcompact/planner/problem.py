@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxcompact import policies
 from jaxcompact.actions import Action, Save
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.compress import Compress
 from jaxcompact.graph import Op
@@ -16,10 +17,9 @@ from jaxcompact.planner.items import Item, item_of, kept_sum, of_several
 from jaxcompact.planner.measured import operation_seconds
 from jaxcompact.planner.stages import Stages, stages_of
 from jaxcompact.policy import ChoosesActions
-from jaxcompact.replay import Replay
-from jaxcompact.sources import Residual, Source
-from jaxcompact.tensor import Tensor
-from jaxcompact.traced import Plan as Traces
+from jaxcompact.transform.replay import Replay
+from jaxcompact.transform.sources import Residual, Source
+from jaxcompact.transform.traced import Plan as Traces
 
 CODECS = Quantized(8), Quantized(4), Quantized(3, group_size=32)
 

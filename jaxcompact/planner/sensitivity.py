@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxcompact import policies
 from jaxcompact.actions import Action
+from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.codecs import Codec, Quantized
 from jaxcompact.compress import alike
 from jaxcompact.graph import graph_of, made_of
@@ -29,8 +30,7 @@ from jaxcompact.planner.effects import (
 from jaxcompact.planner.probing import Probing, Under
 from jaxcompact.policy import ChoosesActions, Policy, require_policy
 from jaxcompact.reals import as_reals
-from jaxcompact.sources import Residual
-from jaxcompact.tensor import Tensor
+from jaxcompact.transform.sources import Residual
 
 BASE = policies.int4()
 _CHANCE = 6  # standard errors, about 4 of them of a mean of squares of normal numbers

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from jaxcompact.graph import Op
 from jaxcompact.kinds import expensive
 from jaxcompact.planner.roofline import nbytes_of
-from jaxcompact.replay import Replay
-from jaxcompact.schedule import in_order
-from jaxcompact.sources import Residual, Source
+from jaxcompact.transform.replay import Replay
+from jaxcompact.transform.schedule import in_order
+from jaxcompact.transform.sources import Residual, Source
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxcompact.planner.milp import Solution
 from jaxcompact.planner.plan import Plan
 from jaxcompact.planner.problem import Problem, named
 from jaxcompact.policy import ChoosesActions
-from jaxcompact.traced import Plan as Traces
+from jaxcompact.transform.traced import Plan as Traces
 
 _COMPILES = 3
 _MORE_COMPILES = 6

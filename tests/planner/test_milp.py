@@ -16,7 +16,7 @@ from jaxcompact.planner.candidates import Candidates
 from jaxcompact.planner.integer import IntegerProgram
 from jaxcompact.planner.milp import frontier, solve
 from jaxcompact.planner.problem import without_host
-from jaxcompact.sources import Residual
+from jaxcompact.transform.sources import Residual
 from tests.cases import slow
 from tests.planner.functions import CODECS, FUNCTIONS, asked, mlp, residual
 

@@ -1,0 +1,1 @@
+"""How `jc.checkpoint` stores what a policy chose, and differentiates from that."""
