@@ -1,4 +1,9 @@
-"""Programs at random, with an action for each of their tensors."""
+"""Programs at random, with an action for each tensor; the same in each process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +37,7 @@ INSTRUCTIONS = st.tuples(
     st.integers(0, len(UNARY) + len(BINARY) - 1), st.integers(0, 9), st.integers(0, 9)
 )
 ACTIONS = st.sampled_from([jc.Save(), jc.Recompute()])
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def program(code):
@@ -62,3 +68,34 @@ def test_programs_at_random(code, data):
         equal(jax.jit(small)(W, X), outputs)
         if any(leaf.any() for leaf in jax.tree.leaves(want)):
             assert relative(gradients(small, W, X), want) < limit
+
+
+COMPILED = """
+import jax
+import jaxcompact as jc
+from tests.checkpoint.functions import FUNCTIONS, W, X, weighted
+
+subspace = jc.Subspace({"b": jc.Projection(rank=0.5)}, jax.random.key(0))
+for fun in FUNCTIONS.values():
+    small = jc.checkpoint(fun, policy=jc.policies.int4(), params=0)
+    print(jax.jit(jax.grad(weighted(small), (0, 1))).lower(W, X).as_text())
+    def loss(p, x):
+        return weighted(small)(p["a"], jc.linear(x, p["b"]))
+    step = jax.jit(jc.value_and_grad(loss, subspace))
+    print(step.lower({"a": W, "b": W[0]}, X, step=0).as_text())
+"""
+
+
+@pytest.mark.slow
+def test_the_program_is_the_same_in_each_process():
+    """Hosts that train together compile each for itself."""
+
+    def lowered(seed):
+        """Objects lie elsewhere in each, and sets of strings have another order."""
+        env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": ROOT}
+        code = f"junk = [[] for _ in range({seed}000)]{COMPILED}"
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, env=env, check=True, capture_output=True).stdout
+
+    one, other = lowered("1"), lowered("7")
+    assert one == other and one.count(b"func.func public") > 10
