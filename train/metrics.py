@@ -1,27 +1,22 @@
 """What a run says of itself: log lines, a progress bar, metrics.jsonl, TensorBoard."""
 
-import importlib.util
 import itertools
 import json
 import math
 import resource
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
+import events
+import spikes
 from readers import DataError
 
 _BAR = 30  # characters
-_SECONDS = 10  # until TensorBoard can see what was measured
-# A spike: a loss so many standard deviations above those of so many steps before a new
-# projection, within so many steps from it on. By chance at fewer than 1 of 1000.
-_DEVIATIONS, _BEFORE, _AFTER = 6, 20, 10
 
 
 class NotFinite(Exception):
@@ -80,8 +75,8 @@ class Log:
         kept = [row for row in read(path) if row["step"] <= start]
         trained = [row for row in kept if _of_training(row)]
         self.skipped = trained[-1].get("skipped", 0) if trained else 0
-        self._spikes = _Spikes()
-        for row in trained[-_BEFORE - _AFTER :]:
+        self._spikes = spikes.Spikes()
+        for row in trained[-spikes.BEFORE - spikes.AFTER :]:
             if "projection" in row:
                 self._spikes.seen(row)
         self._file = self._board = None
@@ -91,7 +86,7 @@ class Log:
             shortened.write_text(lines, encoding="utf-8")
             shortened.replace(path)
             self._file = path.open("a", encoding="utf-8")
-            self._board = _tensorboard(folder, start)
+            self._board = events.opened(folder, start)
 
     def __enter__(self) -> "Log":
         return self
@@ -313,78 +308,6 @@ def perplexity(loss: float) -> float:
 
 def written(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity < 1e6 else f"{perplexity:.2e}"
-
-
-def _tensorboard(folder: Path, start: int) -> "_Board | None":
-    """A writer if tensorboardX is installed, else None."""
-    if importlib.util.find_spec("tensorboardX") is None:
-        return None
-    return _Board(folder / "tensorboard", start)
-
-
-class _Board:
-    """Events for TensorBoard; those after ``start`` take the place of an earlier run's.
-
-    Not by `tensorboardX.SummaryWriter`: its thread ends where the disk is full, and a
-    run would wait for it for ever.
-    """
-
-    def __init__(self, folder: Path, start: int):
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-        from tensorboardX.summary import scalar
-
-        self._event, self._scalar = Event, scalar
-        folder.mkdir(exist_ok=True)
-        self._writer = EventsWriter(str(folder / "events"))
-        begin = SessionLog(status=SessionLog.START)
-        self._writer.write_event(Event(step=start + 1, session_log=begin))
-        self._flushed = -math.inf
-
-    def add(self, step: int, row: dict[str, float]) -> None:
-        for name, value in row.items():
-            event = self._event(step=step, wall_time=time.time())
-            event.summary.CopyFrom(self._scalar(name, value))
-            self._writer.write_event(event)
-        if time.monotonic() > self._flushed + _SECONDS:
-            self._writer.flush()
-            self._flushed = time.monotonic()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Spikes:
-    """Compares the losses after a new projection with those before it."""
-
-    def __init__(self):
-        self._losses: deque[float] = deque(maxlen=_BEFORE)
-        self._before: list[float] = []
-        self._projection: float | None = None  # of the last step
-        self._first = 0  # step of that projection
-
-    def seen(self, row: dict[str, float]) -> str | None:
-        """Takes note of a step, and says so if its loss is a spike: once for each P."""
-        projection = row.get("projection")
-        if projection != self._projection:
-            began = self._projection is not None
-            self._before = list(self._losses) if began else []
-            self._projection, self._first = projection, row["step"]
-        loss = row.get("loss")
-        if loss is None:
-            return None
-        self._losses.append(loss)
-        before = self._before
-        if len(before) < _BEFORE or row["step"] >= self._first + _AFTER:
-            return None
-        mean, deviation = statistics.fmean(before), statistics.stdev(before)
-        if loss <= mean + _DEVIATIONS * deviation:
-            return None
-        self._before = []
-        return (
-            f"loss {loss:.4f}: a spike, from {mean:.4f} ± {deviation:.4f} before the "
-            f"new projection of step {self._first}"
-        )
 
 
 class _Bar:

@@ -223,3 +223,22 @@ def _batched(axis, operands, dims, *, count, pullback, reaches, avals, label):
 
 
 batching.fancy_primitive_batchers[_linear] = _batched
+
+
+def guarding(label: str) -> Callable:
+    """The identity, which can't be differentiated."""
+
+    @jax.custom_jvp
+    def guard(x):
+        return x
+
+    @guard.defjvp
+    def _(primals, tangents):
+        raise NotImplementedError(
+            f"checkpoint of {label!r}: what is encoded has no second derivative; use "
+            f"jax.checkpoint, or a policy that saves and recomputes alone; a gradient "
+            f"that is a constant, as of an adversarial step, is taken at "
+            f"jax.lax.stop_gradient of the parameters"
+        )
+
+    return guard

@@ -14,7 +14,7 @@ from jaxcompact.graph import Graph, Op, graph_of, joined, read
 from jaxcompact.kinds import is_entered
 from jaxcompact.policy import ChoosesActions
 from jaxcompact.transform.outputs import Outputs, even, undifferentiable
-from jaxcompact.transform.pullbacks import Mask, differentiable
+from jaxcompact.transform.pullbacks import Mask, differentiable, guarding
 from jaxcompact.transform.replay import Replay
 from jaxcompact.transform.sources import Source
 from jaxcompact.transform.stores import Stores
@@ -187,7 +187,7 @@ class Plan:
             still | refused,
         )
         self.stores = Stores(self.replay)
-        self.guard = _guard(traced.label) if self.replay.lossy else lambda x: x
+        self.guard = guarding(traced.label) if self.replay.lossy else lambda x: x
         self.forward = jitted(self._jaxcompact_forward, traced.once)
         self.backward = functools.cache(self._jitted_backward)
 
@@ -384,22 +384,3 @@ def _on_each_device(op: Op, body: Traced, values: Sequence[Any]) -> list[Any]:
         check_vma=params["check_vma"],
     )
     return list(mapped(*values))
-
-
-def _guard(label: str) -> Callable:
-    """The identity, which can't be differentiated."""
-
-    @jax.custom_jvp
-    def guard(x):
-        return x
-
-    @guard.defjvp
-    def _(primals, tangents):
-        raise NotImplementedError(
-            f"checkpoint of {label!r}: what is encoded has no second derivative; use "
-            f"jax.checkpoint, or a policy that saves and recomputes alone; a gradient "
-            f"that is a constant, as of an adversarial step, is taken at "
-            f"jax.lax.stop_gradient of the parameters"
-        )
-
-    return guard
