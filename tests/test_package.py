@@ -52,6 +52,7 @@ INSIDE = {
             "phases",
             "rows",
             "sums",
+            "targets",
         },
         {"rules", "scores", "small", "spectra", "still", "surrogates", "tails"},
         {"candidates"},

@@ -312,7 +312,7 @@ def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
                 whole[op.outs[0]] = b
             elif op.outs[0] in summed & given and a != b:
                 products.append((a, b))
-        elif len({*of}) == 2 and _is_of_rows(op) and op.outs[0] in given:
+        elif len({*of}) == 2 and is_of_rows(op) and op.outs[0] in given:
             products.append((*of, op.outs[0]))
         elif op.kind == "sub" and (term := _centered(op, graph)) is not None:
             whole[op.outs[0]] = whole.get(term, term)
@@ -347,7 +347,7 @@ def find_expanded(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
             for factors in added if len(before) == 2 else ():
                 if len(factors) == 2 and all(frozenset([v]) in added for v in factors):
                     found |= factors
-        elif is_square(op) or (len(of) == 2 and (op.kind == "mul" or _is_of_rows(op))):
+        elif is_square(op) or (len(of) == 2 and (op.kind == "mul" or is_of_rows(op))):
             terms[op.outs[0]] = {of}
         elif len(of) == 1 and (renames(op) or _is_scaled(op)):
             (whole[op.outs[0]],) = of
@@ -360,7 +360,7 @@ def _is_scaled(op: Op) -> bool:
     return op.kind in kinds or (op.kind == "div" and op.ins[0] == op.reads[0])
 
 
-def _is_of_rows(op: Op) -> bool:
+def is_of_rows(op: Op) -> bool:
     """Whether it multiplies two tensors row by row and sums up."""
     if op.kind != "dot_general":
         return False

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxcompact.analysis.decisions import decided, steps
 from jaxcompact.analysis.divisors import find_divisors
 from jaxcompact.analysis.integers import find_integers
+from jaxcompact.analysis.targets import find_subtracted
 from jaxcompact.arrays import is_inexact
 from jaxcompact.graph import Graph, Value, graph_of, graph_of_rule, read
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, renames
@@ -51,19 +52,20 @@ def keeps_decisions(graph: Graph, moving: Collection[int]) -> bool:
     return bool(made)
 
 
-def divides(
+def is_steep(
     graph: Graph, moving: Collection[int], backward: Callable, cts: Sequence[Any]
 ) -> bool:
     """Whether what is kept divides by what may come back decoded, as zero, or the rule
-    by what is kept of that."""
+    by what is kept of that; or whether the rule subtracts, where little may be left."""
     if not find_divisors(graph, ()).isdisjoint(moving):
         return True
     leaves, tree = jax.tree.flatten(backward)
     rule, stored = graph_of_rule(tree, leaves, cts)
-    same, divisors = graph.independent_of(moving), find_divisors(rule, ())
     residuals = rule.inputs[len(stored) - len(leaves) : len(stored)]
-    pairs = zip(residuals, graph.outputs, strict=True)
-    return any(v in divisors for v, made in pairs if _is_new(made, same))
+    steep = find_divisors(rule, ()) | find_subtracted(rule, residuals)
+    same, kept = graph.independent_of(moving), graph.outputs
+    pairs = zip(residuals, kept, strict=True)
+    return any(v in steep for v, made in pairs if _is_new(made, same))
 
 
 def _is_new(value: Value, same: Collection[int]) -> bool:

@@ -41,6 +41,7 @@ from jaxcompact.analysis.solving import solves_for_state
 from jaxcompact.analysis.spectra import is_spread
 from jaxcompact.analysis.still import find_ends
 from jaxcompact.analysis.tails import find_tails
+from jaxcompact.analysis.targets import find_targets
 from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.arrays import is_inexact
 from jaxcompact.graph import Graph, Op
@@ -129,6 +130,7 @@ class Tensors:
         self._add_factors(factors)
         self._add_functions(moving)
         steep = bells | find_means(graph, moving, self.fixed)
+        steep |= find_targets(graph, given, moving, self.found)
         steep |= find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data) | find_features(graph)
         divisors = self.found.move_to_divisors(steep, moving)

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 from jax.interpreters import ad
 
 from jaxcompact.analysis.moving import moving_values
-from jaxcompact.analysis.rules import decided_before, divides, keeps_decisions, made_of
+from jaxcompact.analysis.rules import decided_before, is_steep, keeps_decisions, made_of
 from jaxcompact.analysis.surrogates import is_step, slopes_before
 from jaxcompact.analysis.tensors import Tensors
 from jaxcompact.arrays import renewed
@@ -187,7 +187,7 @@ class Recording:
 
         decoded = [isinstance(v, int) and self._may_be_rounded(v) for v in op.ins]
         of = made_of(kept, values, decoded)
-        needed = keeps_decisions(*of) or divides(*of, backward, cts)
+        needed = keeps_decisions(*of) or is_steep(*of, backward, cts)
         return outs, backward if needed else None
 
     def _may_be_rounded(self, value: int) -> bool:

@@ -8,6 +8,7 @@ from jaxcompact.analysis.decisions import decided, steps
 from jaxcompact.analysis.divisors import find_divisors, steeply_read
 from jaxcompact.analysis.integers import find_integers
 from jaxcompact.analysis.loops import infinities
+from jaxcompact.analysis.targets import find_subtracted
 from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.graph import graph_of
 from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
@@ -102,7 +103,7 @@ def _known(recording: Recording) -> dict[Source, dict[str, Any]]:
 
 
 def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
-    """What rules of one's own divide by, and what they decide by."""
+    """What rules of one's own divide by or subtract, and what they decide by."""
     steep: set[Source] = set()
     decides: set[Source] = set()
     for op, graph, residuals in recording.rules:
@@ -110,6 +111,7 @@ def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
         named = dict(zip(residuals, sources, strict=True))
         for found, inside in (
             (steep, find_divisors(graph, ())),
+            (steep, find_subtracted(graph, residuals)),
             (decides, decided(graph, residuals)),
         ):
             read = (named[v] for v in named if v in inside)
