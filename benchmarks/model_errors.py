@@ -84,16 +84,23 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
     def rounded(codec, x):
         return codec.decode(codec.encode(x))
 
-    places = {slot.tensor.name: k for k, slot in enumerate(plan.replay.slots)}
+    def alone(name):
+        """The square of a tensor's error, by a backward pass of its own."""
+        return jnp.sum((of(checkpointed(task, Exactly(policy, name))) - exact) ** 2)
+
+    places = {slot.source: k for k, slot in enumerate(plan.replay.slots)}
     inputs_at = {plan.replay.graph.inputs[i]: k for k, i in enumerate(plan.replay.kept)}
     squares = []
     real = plan_of(small)[0]
     for slot in real.replay.slots:
         if not isinstance(slot.action, jc.Quantized):
             continue
+        if slot.source in real.replay.stands_for:  # relu's result, for what that is of
+            squares.append(alone(slot.tensor.name))
+            continue
         other_kept, other = list(kept), list(stored)
-        if slot.tensor.name in places:
-            k = places[slot.tensor.name]
+        if slot.source in places:
+            k = places[slot.source]
             store = plan.stores.each[k]
             x = store.decode(stored[k])
             other[k] = store.encode(rounded(slot.action, x))
@@ -104,8 +111,7 @@ def gradient(task: Task, policy: Any) -> dict[str, float]:
     for body in real.inner():
         for slot in body.replay.slots:
             if isinstance(slot.action, jc.Quantized):
-                alone = checkpointed(task, Exactly(policy, slot.tensor.name))
-                squares.append(jnp.sum((of(alone) - exact) ** 2))
+                squares.append(alone(slot.tensor.name))
 
     def exact_bytes(plan, in_loops: bool) -> int:
         tensors = [slot.tensor for slot in plan.replay.slots]
