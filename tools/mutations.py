@@ -349,6 +349,13 @@ MUTATIONS = [
         "tests/analysis/test_targets.py::test_exponentials_that_a_rule_keeps_for_labels",
     ),
     Mutation(
+        "labels that a rule reads are stored in full size",
+        "jaxcompact/transform/residuals.py",
+        "return steep - exact, decides - exact",
+        "return steep, decides",
+        "tests/analysis/test_targets.py::test_labels_that_a_rule_subtracts_are_made_again",
+    ),
+    Mutation(
         "a rule that subtracts is run again",
         "jaxcompact/analysis/rules.py",
         "steep = find_divisors(rule, ()) | find_subtracted(rule, residuals)",

@@ -114,7 +114,9 @@ def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
             (steep, find_subtracted(graph, residuals)),
             (decides, decided(graph, residuals)),
         ):
-            read = (named[v] for v in named if v in inside)
-            links = recording.links
-            found.update(links.get(s, s) for s in read if s not in recording.fixed)
-    return steep, decides
+            read = {named[v] for v in named if v in inside} - recording.fixed
+            found.update(recording.links.get(source, source) for source in read)
+    # What labels alone give is exact when it is made again.
+    data = recording.tensors.data
+    exact = {v for v in steep | decides if isinstance(v, int) and v not in data}
+    return steep - exact, decides - exact

@@ -176,3 +176,15 @@ def test_exponentials_that_a_rule_keeps_for_labels(policy):
     assert 0.9 < jnp.median(likely[jnp.arange(128), LABELS]) < 0.999
     policy = jc.Policy({"x": jc.Save()}, default=getattr(jc.policies, policy)())
     assert error(loss, policy, params, x) < 1e-5
+
+
+def test_labels_that_a_rule_subtracts_are_made_again():
+    def loss(p, x, labels):
+        return jnp.sum(by_rule(predicted(p, x), one_hot(labels)))
+
+    rows = jc.explain(loss, PARAMS, X, LABELS, policy=jc.policies.int4(), params=0).rows
+    stored = {row.name: row.action for row in rows if row.name.startswith("custom_vjp")}
+    assert stored == {
+        "custom_vjp_call.0.residual1": "Save()",
+        "custom_vjp_call.0.residual2": "Save()",
+    }
