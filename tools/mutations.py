@@ -323,7 +323,7 @@ MUTATIONS = [
     Mutation(
         "labels are smoothed by tensors alone",
         "jaxcompact/analysis/targets.py",
-        "of = ends(*learned) & softmaxes",
+        "of = ends(value) & softmaxes",
         "of = set()",
         "tests/analysis/test_targets.py::test_logits_are_whole_where_there_is_a_soft_target",
     ),

@@ -43,10 +43,12 @@ def find_targets(
         data = {*op.reads} - learned
         if len(learned) != 1 or given.isdisjoint(op.outs):
             return set()
+        (value,) = learned
+        size = avals[value].size
         if op.kind == "reduce_sum":
-            of = ends(*learned) & softmaxes
-        elif len(data) == 1 and _weighs(op) and _is_soft(*data, graph):
-            of = ends(*learned)
+            of = ends(value) & softmaxes
+        elif len(data) == 1 and _weighs(op) and _is_soft(*data, size, graph):
+            of = ends(value)
             if len(of) == 1 and (softplus := raising.get(*of)):
                 of = read_by([softplus]) if is_any(softplus, ("log1p",)) else set()
         else:
@@ -76,7 +78,7 @@ def find_subtracted(rule: Graph, residuals: Collection[int]) -> set[int]:
             continue
         kept = [{*behind([v], rule)}.intersection(residuals) for v in op.reads]
         if all(kept) and kept[0].isdisjoint(kept[1]):
-            soft = all(_is_soft(v, rule) for v in op.reads)
+            soft = all(_is_soft(v, size, rule) for v in op.reads)
             through = (lambda op: True) if soft else (lambda op: not _raises(op))
             found.update(behind(op.reads, rule, through))
     return found.intersection(residuals)
@@ -101,9 +103,8 @@ def _is_sum(op: Op) -> bool:
     return op.kind in ADDITIONS or op.kind in _SAME or scaled or renames(op)
 
 
-def _is_soft(data: int, graph: Graph) -> bool:
-    """Whether it says of each entry something else than that it is so or not."""
-    size = graph.avals[data].size
+def _is_soft(data: int, size: int, graph: Graph) -> bool:
+    """Whether it says of each of ``size`` entries else than that it is so or not."""
 
     def whole(value: int) -> bool:
         return graph.avals[narrow(value, graph)].size == size

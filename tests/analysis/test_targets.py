@@ -143,6 +143,7 @@ def far(logits):
             False,
         ),
         # No targets.
+        (lambda z: jnp.abs(Y[:, :1]) * jax.nn.log_softmax(z), False),
         (lambda z: jax.nn.softplus(-z), False),
         (lambda z: Y[:, 0] * jax.nn.log_softmax(z)[:, 0], False),
         (lambda z: jnp.abs(Y) * jnp.exp(z), False),
