@@ -20,6 +20,7 @@ LAYOUT = frozenset(
     transpose sharding_constraint reshard dynamic_slice dynamic_update_slice gather
     scatter mesh_cast tile stack unstack empty""".split()
 )
+CUTS = frozenset("split unstack".split())  # into all of their parts
 ADDITIONS = frozenset("add add_any sub".split())
 REDUCTIONS = frozenset(
     """reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor

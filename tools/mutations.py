@@ -343,9 +343,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what a rule subtracts from a target is rounded",
-        "jaxcompact/transform/residuals.py",
-        "(steep, find_subtracted(graph, residuals)),",
-        "",
+        "jaxcompact/analysis/rules.py",
+        "return find_divisors(rule, ()) | find_subtracted(rule, residuals)",
+        "return find_divisors(rule, ())",
         "tests/analysis/test_targets.py::test_exponentials_that_a_rule_keeps_for_labels",
     ),
     Mutation(
@@ -358,7 +358,7 @@ MUTATIONS = [
     Mutation(
         "a rule that subtracts is run again",
         "jaxcompact/analysis/rules.py",
-        "steep = find_divisors(rule, ()) | find_subtracted(rule, residuals)",
+        "steep = find_steep(rule, residuals)",
         "steep = find_divisors(rule, ())",
         "tests/analysis/test_targets.py::test_the_gradient_near_a_soft_target",
     ),
@@ -371,15 +371,15 @@ MUTATIONS = [
     ),
     Mutation(
         "what is unstacked is stored whole",
-        "jaxcompact/analysis/parts.py",
-        '_SLICES = frozenset("slice split unstack".split())',
-        '_SLICES = frozenset("slice split".split())',
+        "jaxcompact/kinds.py",
+        'CUTS = frozenset("split unstack".split())',
+        'CUTS = frozenset("split".split())',
         "tests/analysis/test_parts.py::test_what_exponentials_read_a_part_of_is_stored_in_parts",
     ),
     Mutation(
         "what is unstacked is no term of a sum",
         "jaxcompact/analysis/sums.py",
-        'if op.kind in ("split", "unstack"):',
+        "if op.kind in CUTS:",
         'if op.kind == "split":',
         "tests/analysis/test_parts.py::test_parts_are_read_as_sums_however_they_are_cut",
     ),

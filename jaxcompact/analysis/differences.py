@@ -316,7 +316,7 @@ def find_angles(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
             products.append((*of, op.outs[0]))
         elif op.kind == "sub" and (term := _centered(op, graph)) is not None:
             whole[op.outs[0]] = whole.get(term, term)
-        elif len(of) == 1 and (renames(op) or _is_scaled(op)):
+        elif len(of) == 1 and (renames(op) or is_scaled(op)):
             whole[op.outs[0]] = of[0]
     near = [p for p in products if not (normed.isdisjoint(p) or data.isdisjoint(p))]
     return {v for p in near for v in p}
@@ -349,12 +349,12 @@ def find_expanded(graph: Graph, given: Set[int], data: Set[int]) -> set[int]:
                     found |= factors
         elif is_square(op) or (len(of) == 2 and (op.kind == "mul" or is_of_rows(op))):
             terms[op.outs[0]] = {of}
-        elif len(of) == 1 and (renames(op) or _is_scaled(op)):
+        elif len(of) == 1 and (renames(op) or is_scaled(op)):
             (whole[op.outs[0]],) = of
     return set() if data.isdisjoint(found) else found
 
 
-def _is_scaled(op: Op) -> bool:
+def is_scaled(op: Op) -> bool:
     """Whether it is its only operand, times a constant."""
     kinds = ("convert_element_type", "mul", "neg", "stop_gradient")
     return op.kind in kinds or (op.kind == "div" and op.ins[0] == op.reads[0])

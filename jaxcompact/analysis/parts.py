@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from jaxcompact.arrays import nbytes_of
 from jaxcompact.graph import Graph, Op
-from jaxcompact.kinds import ADDITIONS, BLOCKS
+from jaxcompact.kinds import ADDITIONS, BLOCKS, CUTS
 
 # Of one operand, whose numbers no gradient reads.
 _LAYOUTS = frozenset("copy reshape transpose".split())
 _PLACES = _LAYOUTS | frozenset("expand_dims rev slice squeeze".split())
-_SLICES = frozenset("slice split unstack".split())
+_SLICES = CUTS | {"slice"}
 _NUMBERS = frozenset("convert_element_type imag neg real reduce_sum".split())
 
 

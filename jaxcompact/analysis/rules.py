@@ -62,10 +62,15 @@ def is_steep(
     leaves, tree = jax.tree.flatten(backward)
     rule, stored = graph_of_rule(tree, leaves, cts)
     residuals = rule.inputs[len(stored) - len(leaves) : len(stored)]
-    steep = find_divisors(rule, ()) | find_subtracted(rule, residuals)
+    steep = find_steep(rule, residuals)
     same, kept = graph.independent_of(moving), graph.outputs
     pairs = zip(residuals, kept, strict=True)
     return any(v in steep for v, made in pairs if _is_new(made, same))
+
+
+def find_steep(rule: Graph, residuals: Collection[int]) -> set[int]:
+    """What a rule divides by, or subtracts of what it keeps."""
+    return find_divisors(rule, ()) | find_subtracted(rule, residuals)
 
 
 def _is_new(value: Value, same: Collection[int]) -> bool:

@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.arrays import is_inexact
 from jaxcompact.graph import Graph, Op, Value
-from jaxcompact.kinds import ADDITIONS, BLOCKS
+from jaxcompact.kinds import ADDITIONS, BLOCKS, CUTS
 
 _SUMS = ADDITIONS | {"convert_element_type", "neg"}
 # Of what they make a few entries may be far larger than all others.
@@ -51,7 +51,7 @@ def find_sums(
             zeros.update(op.outs)
         if still.issuperset(op.reads):
             still.update(op.outs)
-        if op.kind in ("split", "unstack"):  # of what is stored in parts
+        if op.kind in CUTS:  # of what is stored in parts
             sums |= {v: _Sum(op, (v,)) for v in op.outs if v in candidates}
         single = len(op.outs) == 1 and op.kind not in BLOCKS
         if single and op.outs[0] in candidates:

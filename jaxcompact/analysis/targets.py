@@ -10,11 +10,9 @@ from collections.abc import Collection, Set
 
 from jax.extend.core import Literal
 
-from jaxcompact.analysis.differences import is_of_rows, narrow
+from jaxcompact.analysis.differences import is_of_rows, is_scaled, narrow
 from jaxcompact.graph import Graph, Op, behind, number
 from jaxcompact.kinds import ADDITIONS, ELEMENTWISE, EXPONENTIALS, is_any, renames
-
-_SAME = frozenset("convert_element_type neg stop_gradient".split())
 
 
 def find_targets(
@@ -98,9 +96,9 @@ def _is_summed(value: int, graph: Graph) -> bool:
 
 
 def _is_sum(op: Op) -> bool:
-    """Of numbers, or a multiple by one that is written there."""
-    scaled = op.kind in ("div", "mul") and isinstance(op.ins[-1], Literal)
-    return op.kind in ADDITIONS or op.kind in _SAME or scaled or renames(op)
+    """Of others, or one of them by itself, scaled by a number that is written there."""
+    alone = len(op.reads) == 1 and (is_scaled(op) or renames(op))
+    return op.kind in ADDITIONS or alone
 
 
 def _is_soft(data: int, size: int, graph: Graph) -> bool:
@@ -112,7 +110,7 @@ def _is_soft(data: int, size: int, graph: Graph) -> bool:
     def through(op: Op) -> bool:
         written = [number(v) for v in op.ins if isinstance(v, Literal)]
         turned = op.kind in ADDITIONS and written in ([0.0], [1.0])
-        return op.kind == "mul" or op.kind in _SAME or turned or renames(op)
+        return is_scaled(op) or turned or renames(op)
 
     decided = (
         v for v in behind([data], graph, through) if graph.avals[v].dtype == bool

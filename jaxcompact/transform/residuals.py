@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxcompact.analysis.decisions import decided, steps
-from jaxcompact.analysis.divisors import find_divisors, steeply_read
+from jaxcompact.analysis.divisors import steeply_read
 from jaxcompact.analysis.integers import find_integers
 from jaxcompact.analysis.loops import infinities
-from jaxcompact.analysis.targets import find_subtracted
+from jaxcompact.analysis.rules import find_steep
 from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.graph import graph_of
 from jaxcompact.kinds import LINEAR_ALGEBRA, is_any
@@ -110,8 +110,7 @@ def _read_by_rules(recording: Recording) -> tuple[set[Source], set[Source]]:
         sources = (Residual(op, k) for k in range(len(residuals)))
         named = dict(zip(residuals, sources, strict=True))
         for found, inside in (
-            (steep, find_divisors(graph, ())),
-            (steep, find_subtracted(graph, residuals)),
+            (steep, find_steep(graph, residuals)),
             (decides, decided(graph, residuals)),
         ):
             read = {named[v] for v in named if v in inside} - recording.fixed

@@ -78,6 +78,9 @@ LOSSES = {
         capped(p, x), jax.nn.softmax(5 * jnp.tanh(Y / 5))
     ),
     "rates": lambda p, x: jnp.exp(o := predicted(p, x)) - RATES * o,
+    "rates by halves": lambda p, x: (
+        jnp.exp(o := predicted(p, x)) - RATES / 2 * (2.0 * o)
+    ),
     "sigmoids": lambda p, x: optax.sigmoid_binary_cross_entropy(
         predicted(p, x), LIKELY
     ),
