@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,13 +11,16 @@ from flax import linen as nn
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
-from jaxcompact.transform import forward, stores
 from jaxcompact.transform.norms import Norm
 from tests.cases import slow
 from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in
-
-INT4 = jc.policies.int4()
+from tests.transform.in_one_pass import (
+    INT4,
+    changes_nothing,
+    encoded_alone,
+    interpreted,
+)
 
 
 def along(w, x):
@@ -144,28 +146,9 @@ def test_a_tensor_that_is_kept_is_not_encoded():
     assert norms(layer, jc.Policy({"x": jc.Quantized(8)}, default=INT4))
 
 
-def gradients(fun, w, x, policy=INT4):
-    fun = jc.checkpoint(fun, policy=policy, params=0)
-
-    def loss(w, x):
-        y = fun(w, x).astype(jnp.float32)
-        return (y * jnp.cos(jnp.arange(y.size).astype(y.dtype)).reshape(y.shape)).sum()
-
-    return jax.value_and_grad(loss, (0, 1))(w, x)
-
-
 @pytest.mark.parametrize("way", [None, "xla"])
 def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
-    def program():
-        with choice.using(way):
-            run = partial(gradients, two_layers)
-            return str(jax.make_jaxpr(run)(weights(), X)).splitlines()
-
-    found = program()
-    monkeypatch.setattr(forward, "find_norms", lambda *args: [])
-    assert [line for line in found if " at 0x" not in line] == [
-        line for line in program() if " at 0x" not in line
-    ]
+    assert changes_nothing(monkeypatch, "find_norms", way, two_layers, weights(), X)
 
 
 @pytest.mark.usefixtures("optimized")
@@ -181,28 +164,16 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """
     from jaxcompact.kernels.normalize import mosaic_gpu
 
-    kernel, encode = mosaic_gpu.normalize, stores.Store.encode
-    together, alone = [], []
+    kernel, together, alone = mosaic_gpu.normalize, [], encoded_alone(monkeypatch)
     monkeypatch.setattr(
         mosaic_gpu,
         "normalize",
         lambda f, x, *a, **k: together.append(x.shape) or kernel(f, x, *a, **k),
     )
-    monkeypatch.setattr(
-        stores.Store,
-        "encode",
-        lambda store, x: alone.append(x.shape) or encode(store, x),
-    )
-
-    def run(way):
-        params = plgpu.InterpretGPUParams()
-        with choice.using(way), plgpu.force_gpu_interpret_mode(params):
-            return jax.jit(partial(gradients, fun))(weights(), X)
-
-    expected = run("xla")
+    expected = interpreted("xla", fun, weights(), X)
     assert not together and alone.count(X.shape) == 1
     alone.clear()
-    found = run("mosaic_gpu")
+    found = interpreted("mosaic_gpu", fun, weights(), X)
     assert together == [(16, 64)] and X.shape not in alone
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())

@@ -4,7 +4,6 @@ import re
 from functools import partial
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,13 +11,17 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.checkpoint import TRACERS
 from jaxcompact.kernels import choice
-from jaxcompact.transform import forward, stores
 from tests.cases import slow
 from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in
+from tests.transform.in_one_pass import (
+    INT4,
+    changes_nothing,
+    encoded_alone,
+    interpreted,
+)
 
 Q4 = jc.Quantized(4)
-INT4 = jc.policies.int4()
 
 
 def swiglu(w, x):
@@ -139,28 +142,9 @@ def test_sources_have_one_codec_and_intermediates_are_not_stored():
     assert ("dot_general.0", "dot_general.1") not in regions(swiglu, jc.Policy(silu))
 
 
-def gradients(fun, w, x):
-    fun = jc.checkpoint(fun, policy=INT4, params=0)
-
-    def loss(w, x):
-        y = fun(w, x).astype(jnp.float32)
-        return (y * jnp.cos(jnp.arange(y.size).astype(y.dtype)).reshape(y.shape)).sum()
-
-    return jax.value_and_grad(loss, (0, 1))(w, x)
-
-
 @pytest.mark.parametrize("way", [None, "xla"])
 def test_without_the_kernel_the_program_is_what_it_was(monkeypatch, way):
-    def program():
-        with choice.using(way):
-            run = partial(gradients, swiglu)
-            return str(jax.make_jaxpr(run)(weights(), X)).splitlines()
-
-    found = program()
-    monkeypatch.setattr(forward, "find_regions", lambda *args: [])
-    assert [line for line in found if " at 0x" not in line] == [
-        line for line in program() if " at 0x" not in line
-    ]
+    assert changes_nothing(monkeypatch, "find_regions", way, swiglu, weights(), X)
 
 
 @pytest.mark.usefixtures("optimized")
@@ -173,29 +157,17 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
     """Interpreted; the same codes, and what XLA fuses in another order."""
     from jaxcompact.kernels.activate import mosaic_gpu
 
-    kernel, encode = mosaic_gpu.activate, stores.Store.encode
-    together, alone = [], []
+    kernel, together, alone = mosaic_gpu.activate, [], encoded_alone(monkeypatch)
     monkeypatch.setattr(
         mosaic_gpu,
         "activate",
         lambda f, xs, p, **k: together.append(len(xs)) or kernel(f, xs, p, **k),
     )
-    monkeypatch.setattr(
-        stores.Store,
-        "encode",
-        lambda store, x: alone.append(x.shape) or encode(store, x),
-    )
-
-    def run(way):
-        params = plgpu.InterpretGPUParams()
-        with choice.using(way), plgpu.force_gpu_interpret_mode(params):
-            return jax.jit(partial(gradients, fun))(weights(), X)
-
-    expected = run("xla")
+    expected = interpreted("xla", fun, weights(), X)
     sources = 2 if fun in (swiglu, gated) else 1
     assert not together and alone.count((2, 8, 128)) == sources
     alone.clear()
-    found = run("mosaic_gpu")
+    found = interpreted("mosaic_gpu", fun, weights(), X)
     assert together == [sources] and alone == [X.shape]
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(b).max())
