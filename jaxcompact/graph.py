@@ -304,6 +304,16 @@ def bodies(op: Op) -> Iterator[tuple[Graph, int]]:
             yield body, first
 
 
+def outside(op: Op, inside: Callable[[Graph], Collection[int]]) -> set[int]:
+    """What an operation gives its bodies as inputs that are found ``inside`` them."""
+    found: set[int] = set()
+    for body, first in bodies(op):
+        of = inside(body)
+        pairs = zip(op.ins[first:], body.inputs, strict=True)
+        found.update(v for v, inner in pairs if inner in of and isinstance(v, int))
+    return found
+
+
 def state_of(op: Op) -> dict[int, int]:
     """Which inputs of a loop's body are outputs of the step before."""
     if op.kind != "scan":

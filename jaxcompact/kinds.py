@@ -43,7 +43,7 @@ NONLINEAR = frozenset(
     erfc exp exp2 expm1 log log1p log2 logistic max min pow rsqrt sign sin sinh sqrt tan
     tanh""".split()
 )
-EXPONENTIALS = frozenset("exp exp2".split())
+EXPONENTIALS = frozenset("cumlogsumexp exp exp2".split())
 SOLVES = frozenset(  # the last is Lineax's
     "custom_linear_solve triangular_solve tridiagonal_solve linear_solve".split()
 )

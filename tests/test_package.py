@@ -52,10 +52,9 @@ INSIDE = {
             "phases",
             "rows",
             "sums",
-            "targets",
         },
-        {"rules", "scores", "small", "spectra", "still", "surrogates", "tails"},
-        {"candidates"},
+        {"scores", "small", "spectra", "still", "surrogates", "tails", "targets"},
+        {"candidates", "rules"},
         {"tensors"},
     ),
     "transform": (

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Set
 from jax.extend.core import Literal
 
 from jaxcompact.arrays import is_float
-from jaxcompact.graph import Graph, Op, behind, bodies
+from jaxcompact.graph import Graph, Op, behind, bodies, outside
 from jaxcompact.kinds import (
     ELEMENTWISE,
     EXPONENTIALS,
@@ -34,8 +34,8 @@ _SUMS_UP = (
     ELEMENTWISE
     | REDUCTIONS
     | frozenset(
-        """approx_top_k cumsum custom_jvp_call reduce_window_sum scatter-add sort
-    top_k""".split()
+        """approx_top_k cumlogsumexp cumsum custom_jvp_call reduce_window_sum
+    scatter-add sort top_k""".split()
     )
 )
 _WEIGHS = "dot_general", "conv_general_dilated"
@@ -248,7 +248,14 @@ def given_by(graph: Graph, moving: Set[int]) -> set[int]:
             found.update(v for v in op.reads if v == op.ins[0])
         elif op.kind in _SUMS_UP or op.kind in LAYOUT or _weighs(op, moving):
             found.update(op.reads)
+        elif op.kind == "cond":  # jnp.diag is one
+            found |= outside(op, given_inside)
     return found
+
+
+def given_inside(body: Graph) -> set[int]:
+    """What a loop's or a branch's outputs are made of, all of which is moving."""
+    return given_by(body, {*range(len(body.avals))})
 
 
 def _weighs(op: Op, moving: Set[int]) -> bool:

@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 
 from jaxcompact.analysis.differences import is_square, narrow, pair
 from jaxcompact.arrays import is_inexact
-from jaxcompact.graph import Graph, Op, bodies, number, state_of
+from jaxcompact.graph import Graph, Op, bodies, number, outside, state_of
 from jaxcompact.kinds import (
     ELEMENTWISE,
     LAYOUT,
@@ -266,26 +266,19 @@ def steeply_read(op: Op) -> list[int]:
 
 def _steep_inputs(op: Op, outs: Collection[int] = ()) -> list[int]:
     """Of an operation with bodies; ``outs``: places of what is read so after it."""
-    found: set[int] = set()
-    for body, first in bodies(op):
-        state, ends = state_of(op), set(outs)
+    state = state_of(op)
+
+    def inside(body: Graph) -> set[int]:
+        ends = set(outs)
         while True:
             steep = [v for i in ends if isinstance(v := body.outputs[i], int)]
-            inside = find_divisors(body, body.constants.keys(), steep)
-            again = {
-                state[i]
-                for i, v in enumerate(body.inputs)
-                if v in inside and i in state
-            }
+            found = find_divisors(body, body.constants.keys(), steep)
+            again = {end for i, end in state.items() if body.inputs[i] in found}
             if again <= ends:
-                break
+                return found
             ends |= again
-        found |= {
-            v
-            for v, inner in zip(op.ins[first:], body.inputs, strict=True)
-            if inner in inside and isinstance(v, int)
-        }
-    return sorted(found)
+
+    return sorted(outside(op, inside))
 
 
 def _sources(op: Op, value: int, squared: bool, facts: _Facts) -> Collection[int]:

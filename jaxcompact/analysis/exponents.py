@@ -10,8 +10,8 @@ from collections.abc import Collection, Set
 
 from jax.extend.core import Literal
 
-from jaxcompact.analysis.differences import given_by
-from jaxcompact.graph import Graph, Op, behind, bodies, number
+from jaxcompact.analysis.differences import given_inside
+from jaxcompact.graph import Graph, Op, behind, number, outside
 from jaxcompact.kinds import (
     ADDITIONS,
     EXPONENTIALS,
@@ -47,7 +47,7 @@ def find_exponents(
     but where a sum of them is a loss. ``given``: what outputs are made of; ``moving``:
     values with cotangents, as steps that are learned.
     """
-    losses = _losses(graph, given)
+    losses = find_losses(graph, given)
     sigmoids = _of_sigmoids(graph, steep) - losses
     ops = [op for op in graph.ops if sigmoids.isdisjoint(op.outs)]
     learned = {v for v in moving if v in fixed}
@@ -62,6 +62,16 @@ def find_exponents(
         if op is not None and not expensive(op):
             todo += op.reads
     return seen.intersection(candidates)
+
+
+def find_losses(graph: Graph, given: Set[int]) -> set[int]:
+    """What an output is a sum of, or made of such sums, entry by entry."""
+    found: set[int] = set()
+    for op in reversed(graph.ops):
+        sums = op.kind in REDUCTIONS and not given.isdisjoint(op.outs)
+        if sums or not found.isdisjoint(op.outs):
+            found.update(given.intersection(op.reads))
+    return found
 
 
 def exponents_of(
@@ -91,15 +101,12 @@ def _read_by(
             return op.reads if steep and any(sharp) else ()
     if exponents := exponents_of(op, graph, learned, steep):
         return exponents
-    found = set()
-    for body, first in bodies(op):
-        given = given_by(body, {*range(len(body.avals))})
-        inside = find_exponents(
-            body, given, body.constants.keys(), body.inputs, steep=steep
-        )
-        outer = zip(op.ins[first:], body.inputs, strict=True)
-        found |= {v for v, inner in outer if inner in inside and isinstance(v, int)}
-    return found
+
+    def inside(body: Graph) -> set[int]:
+        given, fixed = given_inside(body), body.constants.keys()
+        return find_exponents(body, given, fixed, body.inputs, steep=steep)
+
+    return outside(op, inside)
 
 
 def _in_steps(op: Op, learned: Set[int], graph: Graph) -> bool:
@@ -172,13 +179,3 @@ def _written(value: int, graph: Graph) -> float:
             break
         (value,) = op.reads
     return largest
-
-
-def _losses(graph: Graph, given: Set[int]) -> set[int]:
-    """What an output is a sum of, or made of such sums, entry by entry."""
-    found: set[int] = set()
-    for op in reversed(graph.ops):
-        sums = op.kind in REDUCTIONS and not given.isdisjoint(op.outs)
-        if sums or not found.isdisjoint(op.outs):
-            found.update(given.intersection(op.reads))
-    return found

@@ -1,63 +1,85 @@
-"""What is near a target though nothing is subtracted: logits near soft targets.
+"""What is near a target though nothing is subtracted: logits, at the end of training.
 
 The gradient of `logsumexp(x) - sum(t * x)`, `exp(x) - t * x`, `softplus(x) - t * x` is
 a prediction less its target, but no difference of the function could be stored for it:
-at the end of training it is smaller than what rounding x changes. Of targets of zero
-and one it is not: a prediction near one changes as little as it lacks of one.
+it is smaller than what rounding x changes. Of targets of zero and one it is not: a
+prediction near one changes as little as it lacks of one.
 """
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Iterable, Set
 
 from jax.extend.core import Literal
 
 from jaxcompact.analysis.differences import is_of_rows, is_scaled, narrow
+from jaxcompact.analysis.exponents import find_losses
 from jaxcompact.graph import Graph, Op, behind, number
-from jaxcompact.kinds import ADDITIONS, ELEMENTWISE, EXPONENTIALS, is_any, renames
+from jaxcompact.kinds import (
+    ADDITIONS,
+    CHEAP,
+    ELEMENTWISE,
+    EXPONENTIALS,
+    LAYOUT,
+    expensive,
+    is_any,
+    renames,
+)
+
+
+def find_logits(
+    graph: Graph,
+    given: Set[int],
+    moving: Set[int],
+    again: Set[Op],
+    candidates: Collection[int],
+) -> tuple[set[int], set[int]]:
+    """Of the candidates those that a loss takes exponentials of, entry by entry, or of
+    whose products that are made ``again``; and of the first those that are ranked, by
+    sums up to each. ``given``: what outputs are made of entry by entry or as sums.
+    """
+    raising = _raising(graph, given)
+    ranking = [op for op in raising if op.kind == "cumlogsumexp"]
+    logits, ranks = ({*behind(_reads(o), graph, _is_each)} for o in (raising, ranking))
+    products = again.intersection(map(graph.made_by.get, logits))
+    logits.update(behind(_reads(products), graph, lambda op: op.kind in CHEAP))
+    found = moving.intersection(candidates)
+    return logits & found, ranks & found
 
 
 def find_targets(
-    graph: Graph, given: Set[int], moving: Set[int], candidates: Collection[int]
+    graph: Graph, given: Set[int], moving: Set[int], logits: Set[int], stored: Set[int]
 ) -> set[int]:
-    """Of the candidates those that exponentials are taken of, and that data weighs
-    entry by entry: them, or their softplus. Or all alike, as smoothed labels do.
+    """Of the logits those beside as many soft targets: data that weighs them, or what
+    is cheaply made of them, or that is added to it, but for differences, which are
+    ``stored``. Or all are weighed alike, as smoothed labels do.
 
     Data is what has no cotangent; made of decisions, as by `jax.nn.one_hot`, it is zero
-    or one. ``given``: what outputs are made of entry by entry or as sums.
+    or one.
     """
-    avals, made_by = graph.avals, graph.made_by
-    raising = {v: op for op in graph.ops if _raises(op) for v in op.outs}
-
-    def ends(value: int) -> set[int]:
-        """The terms of it that are as large, themselves no sums."""
-        terms = {*behind([value], graph, _is_sum)} & moving
-        large = {v for v in terms if avals[v].size == avals[value].size}
-        return {v for v in large if v not in made_by or not _is_sum(made_by[v])}
-
-    def read_by(ops: Collection[Op]) -> set[int]:
-        return set().union(*(ends(v) for op in ops for v in moving & {*op.reads}))
-
-    def weighed(op: Op) -> set[int]:
+    softmaxes = [op for op in _raising(graph, given) if _is_summed(op, graph)]
+    terms = moving.intersection(behind(_reads(softmaxes), graph, _is_sum))
+    found: set[int] = set()
+    of = {v: {v} for v in logits}
+    for op in graph.ops:
+        reached = [of[v] for v in op.reads if v in of]
+        if not reached or (expensive(op) and not is_of_rows(op)):
+            continue
+        for value in op.outs:
+            of[value] = of.get(value, set()).union(*reached)
         learned = moving.intersection(op.reads)
         data = {*op.reads} - learned
         if len(learned) != 1 or given.isdisjoint(op.outs):
-            return set()
+            continue
         (value,) = learned
-        size = avals[value].size
+        size, near = graph.avals[value].size, set()
         if op.kind == "reduce_sum":
-            of = ends(value) & softmaxes
-        elif len(data) == 1 and _weighs(op) and _is_soft(*data, size, graph):
-            of = ends(value)
-            if len(of) == 1 and (softplus := raising.get(*of)):
-                of = read_by([softplus]) if is_any(softplus, ("log1p",)) else set()
-        else:
-            return set()
-        # With an exponential beside it, it is no target, but all of a loss is weighed.
-        return of if raising.keys().isdisjoint(of) else set()
-
-    softmaxes = read_by([op for v, op in raising.items() if _is_summed(v, graph)])
-    logits = set().union(*map(weighed, graph.ops)) & read_by(raising.values())
-    made_of = behind(logits, graph, lambda op: op.kind in ELEMENTWISE)
-    return {*made_of} & moving & {*candidates}
+            same = terms.intersection(behind([value], graph, _is_sum))
+            near.update(behind(same, graph, _is_each))
+        elif op.kind in ELEMENTWISE or is_of_rows(op):
+            beside = len(data) == 1 and stored.isdisjoint(op.outs)
+            if beside and _is_soft(*data, size, graph):
+                near = of.get(value, near)
+        found.update(v for v in near & logits if graph.avals[v].size == size)
+    return found
 
 
 def find_subtracted(rule: Graph, residuals: Collection[int]) -> set[int]:
@@ -82,8 +104,10 @@ def find_subtracted(rule: Graph, residuals: Collection[int]) -> set[int]:
     return found.intersection(residuals)
 
 
-def _weighs(op: Op) -> bool:
-    return op.kind == "mul" or is_of_rows(op)
+def _raising(graph: Graph, given: Set[int]) -> list[Op]:
+    """What takes the exponentials of a loss."""
+    losses = find_losses(graph, given)
+    return [op for op in graph.ops if _raises(op) and not losses.isdisjoint(op.outs)]
 
 
 def _raises(op: Op) -> bool:
@@ -91,8 +115,19 @@ def _raises(op: Op) -> bool:
     return op.kind in EXPONENTIALS or op.kind == "logistic" or call
 
 
-def _is_summed(value: int, graph: Graph) -> bool:
-    return any(op.kind == "reduce_sum" for op in graph.readers[value])
+def _reads(ops: Iterable[Op]) -> set[int]:
+    return {v for op in ops for v in op.reads}
+
+
+def _is_summed(op: Op, graph: Graph) -> bool:
+    readers = (reader for v in op.outs for reader in graph.readers[v])
+    return any(reader.kind == "reduce_sum" for reader in readers)
+
+
+def _is_each(op: Op) -> bool:
+    """Whether it is made entry by entry, or the entries in another order."""
+    sizes = (v.aval.size for v in (*op.eqn.invars[:1], *op.eqn.outvars))
+    return op.kind in ELEMENTWISE or (op.kind in LAYOUT and len({*sizes}) == 1)
 
 
 def _is_sum(op: Op) -> bool:

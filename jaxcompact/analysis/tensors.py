@@ -41,7 +41,7 @@ from jaxcompact.analysis.solving import solves_for_state
 from jaxcompact.analysis.spectra import is_spread
 from jaxcompact.analysis.still import find_ends
 from jaxcompact.analysis.tails import find_tails
-from jaxcompact.analysis.targets import find_targets
+from jaxcompact.analysis.targets import find_logits, find_targets
 from jaxcompact.analysis.tensor import Tensor
 from jaxcompact.arrays import is_inexact
 from jaxcompact.graph import Graph, Op
@@ -55,7 +55,7 @@ from jaxcompact.kinds import (
     rules_algebra,
 )
 
-# A loss's difference is kept whole beside a tensor that is so many times larger.
+# A loss's difference, and logits, are whole beside a tensor so many times larger.
 _SMALL = 12
 _ONE_OF = 64  # entries, the largest of which is stored if it is small
 
@@ -130,7 +130,11 @@ class Tensors:
         self._add_factors(factors)
         self._add_functions(moving)
         steep = bells | find_means(graph, moving, self.fixed)
-        steep |= find_targets(graph, given, moving, self.found)
+        of = graph, given, moving
+        again = {op for op in graph.ops if self._terms(op) is not None}
+        logits, ranks = find_logits(*of, again, self.found)
+        steep |= ranks | find_targets(*of, logits, near | products)
+        steep |= {v for v in logits if self._is_little(v)}
         steep |= find_angles(graph, given, self.data)
         steep |= find_expanded(graph, given, self.data) | find_features(graph)
         divisors = self.found.move_to_divisors(steep, moving)
@@ -337,8 +341,6 @@ class Tensors:
         if not near:
             return
         scaled = find_scaled(self.graph, near, moving)
-        floating = (t.size for t in self.found.values() if t.floating)
-        little = max(floating, default=0) / _SMALL
         for op in self.graph.ops:
             for value in near.intersection(op.outs):
                 self.found.add_result(value)
@@ -346,8 +348,12 @@ class Tensors:
                     value,
                     cheap=False,
                     near=True,
-                    divisor=value in scaled or self.found[value].size <= little,
+                    divisor=value in scaled or self._is_little(value),
                 )
+
+    def _is_little(self, value: int) -> bool:
+        floating = (t.size for t in self.found.values() if t.floating)
+        return _SMALL * self.found[value].size <= max(floating, default=0)
 
     def _add_factors(self, factors: Set[int]) -> None:
         """Of correlations: what is stored of them has as many bits."""

@@ -60,6 +60,20 @@ SOFT, RATES, LIKELY = jax.nn.softmax(Y), jnp.exp(Y), jax.nn.sigmoid(Y)
 HALF = (jnp.arange(128) < 64)[:, None]  # of the tokens
 
 
+def between(p, q):
+    """Jensen and Shannon's divergence."""
+    mean = (p + q) / 2
+    return p * jnp.log(p / mean) + q * jnp.log(q / mean)
+
+
+RANKS = jnp.argsort(Y, -1)
+
+
+def ranked(z):
+    """Plackett and Luce's, and Cox's for rows of times."""
+    return jax.lax.cumlogsumexp(40 * z, axis=1) - 40 * z
+
+
 def capped(p, x):
     return 5 * jnp.tanh(predicted(p, x) / 5)
 
@@ -69,6 +83,21 @@ LOSSES = {
     "divergence": lambda p, x: optax.kl_divergence(
         jax.nn.log_softmax(predicted(p, x)), SOFT
     ),
+    "the other divergence": lambda p, x: optax.kl_divergence(
+        jax.nn.log_softmax(Y), jax.nn.softmax(predicted(p, x))
+    ),
+    "the other divergence, by logarithms": lambda p, x: (
+        jax.nn.softmax(o := predicted(p, x))
+        * (jax.nn.log_softmax(o) - jax.nn.log_softmax(Y))
+    ),
+    "by samples": lambda p, x: jnp.exp(off := predicted(p, x) - Y) - off - 1,
+    "between": lambda p, x: between(jax.nn.softmax(predicted(p, x)), SOFT),
+    "weighing what is not theirs": lambda p, x: (
+        jnp.exp(o := predicted(p, x))
+        - RATES * o
+        + 1e-4 * jax.lax.stop_gradient(o) * (x @ p["a"][:, :32])
+    ),
+    "of ranks": lambda p, x: ranked(jnp.take_along_axis(predicted(p, x), RANKS, -1)),
     "at a temperature": lambda p, x: (
         -jnp.sum(jax.nn.softmax(Y / 2) * jax.nn.log_softmax(predicted(p, x) / 2), -1)
     ),
@@ -115,12 +144,6 @@ def smoothed(logits):
     return -0.9 * true - 0.1 * likely.mean(-1)
 
 
-def far(logits):
-    """As of a KL divergence by samples: every term has that factor, none a target."""
-    off = logits - Y
-    return jnp.abs(Y) * (jnp.exp(off) - off - 1)
-
-
 @pytest.mark.parametrize(
     ("loss", "whole"),
     [
@@ -149,9 +172,9 @@ def far(logits):
         (lambda z: jnp.abs(Y[:, :1]) * jax.nn.log_softmax(z), False),
         (lambda z: jax.nn.softplus(-z), False),
         (lambda z: Y[:, 0] * jax.nn.log_softmax(z)[:, 0], False),
-        (lambda z: jnp.abs(Y) * jnp.exp(z), False),
         (lambda z: Y * jnp.tanh(z), False),
-        (far, False),
+        # Its difference is stored.
+        (lambda z: jnp.square(jax.nn.sigmoid(z) - LIKELY), False),
     ],
 )
 def test_logits_are_whole_where_there_is_a_soft_target(loss, whole):
@@ -192,3 +215,32 @@ def test_labels_that_a_rule_subtracts_are_made_again():
         "custom_vjp_call.0.residual1": "Save()",
         "custom_vjp_call.0.residual2": "Save()",
     }
+
+
+FEW = {"a": normal(7, 32, 256) / 6, "b": normal(8, 256, 16) / 16}
+NEAR = predicted(FEW, X) + 0.003 * normal(3, 128, 16)
+
+
+def contrasted(z):
+    """Of pairs that are found already, as CLIP's are written down."""
+    z, bank = (a / jnp.linalg.norm(a, axis=-1, keepdims=True) for a in (z, NEAR))
+    return -jnp.diag(jax.nn.log_softmax(z @ bank.T / 0.01))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z: optax.softmax_cross_entropy_with_integer_labels(
+            40 * z, NEAR.argmax(-1)
+        ),
+        contrasted,
+    ],
+    ids=["memorized", "contrasted"],
+)
+def test_few_logits_are_whole_in_any_loss(loss):
+    """A sixteenth as large as what they are made of."""
+
+    def whole(p, x):
+        return jnp.sum(loss(predicted(p, x)))
+
+    assert error(whole, jc.policies.int8(), FEW) < 0.01
