@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src.ad_checkpoint import saved_residuals
 
 import jaxcompact as jc
@@ -71,9 +70,3 @@ def slots(*args, **kwargs):
 
 def nbytes(avals):
     return sum(aval.size * aval.dtype.itemsize for aval in avals)
-
-
-def relative(a, b):
-    """Error of a pytree of gradients, of their norm."""
-    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -9,37 +9,26 @@ import pytest
 
 import jaxcompact as jc
 from tests.draws import normal
+from tests.errors import relative
 from tests.flash import flash, flash_backward, flash_forward
-
-Q4, Q8 = jc.Quantized(4), jc.Quantized(8)
-uniform = jc.policies.uniform
+from tests.residuals import (
+    LAYERS,
+    MLP,
+    Q4,
+    Q8,
+    X,
+    checkpointed,
+    mlp,
+    uniform,
+)
 
 
 def coded(codec, x):
     return codec.decode(codec.encode(x))
 
 
-def checkpointed(fun, policy):
-    return jc.checkpoint(fun, policy=policy, params=0)
-
-
-def relative(a, b):
-    """Error of a pytree of gradients, of their norm."""
-    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
-
-
 # Sums of up to 128 float32 products in another order: sqrt(128) * 2^-24 is 7e-7.
 ULPS = 2e-6
-X = normal(3, 8, 64)
-LAYERS = normal(7, 3, 64, 64, scale=0.15)
-
-
-def mlp(w, x):
-    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
-
-
-MLP = {"up": normal(1, 64, 128, scale=0.1), "down": normal(2, 128, 64, scale=0.1)}
 
 
 def test_mlp():

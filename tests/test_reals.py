@@ -4,12 +4,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jaxcompact as jc
 from jaxcompact.reals import as_reals, from_reals
 from tests.draws import normal
+from tests.errors import relative
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 Q4 = jc.Quantized(4)
@@ -17,11 +17,6 @@ Q4 = jc.Quantized(4)
 
 def complex_normal(seed, *shape):
     return jax.lax.complex(normal(seed, *shape), normal(seed + 100, *shape))
-
-
-def relative(a, b):
-    a, b = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def by_parts(f):

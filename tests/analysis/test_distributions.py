@@ -8,7 +8,7 @@ import jaxcompact as jc
 from tests.analysis.candidates import candidates
 from tests.cases import slow
 from tests.draws import normal
-from tests.residuals import relative
+from tests.errors import relative
 
 PARAMS = {
     "a": normal(0, 32, 64) / 6,

@@ -7,7 +7,7 @@ import pytest
 import jaxcompact as jc
 from tests.analysis.candidates import S, W, X, candidates
 from tests.draws import normal
-from tests.residuals import relative
+from tests.errors import relative
 
 
 @jax.custom_vjp

@@ -9,6 +9,7 @@ import pytest
 
 from jaxcompact.policies import uniform
 from tests.cases import slow
+from tests.errors import relative
 from tests.residuals import (
     LAYERS,
     Q4,
@@ -19,7 +20,6 @@ from tests.residuals import (
     layers,
     nbytes,
     references,
-    relative,
     slots,
     weighted,
 )

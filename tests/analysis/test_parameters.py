@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcompact as jc
 from tests.draws import normal
+from tests.errors import relative
 from tests.residuals import (
     LAYERS,
     MLP,
@@ -22,7 +23,6 @@ from tests.residuals import (
     mlp,
     nbytes,
     references,
-    relative,
     replay,
     slots,
     uniform,

@@ -8,7 +8,8 @@ from jax.scipy.ndimage import map_coordinates
 import jaxcompact as jc
 from tests.cases import slow
 from tests.draws import normal
-from tests.residuals import relative, replay
+from tests.errors import relative
+from tests.residuals import replay
 
 N = 64
 W = normal(0, N, 8) / 8

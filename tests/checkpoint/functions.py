@@ -161,12 +161,5 @@ def plain(name):
     return gradients(FUNCTIONS[name], W, X)
 
 
-def relative(a, b):
-    flat = [jnp.concatenate([y.ravel() for y in jax.tree.leaves(t)]) for t in (a, b)]
-    a, b = (np.asarray(y, np.float64) for y in flat)
-    assert b.any()
-    return np.linalg.norm(a - b) / np.linalg.norm(b)
-
-
 def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)

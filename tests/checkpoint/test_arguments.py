@@ -16,9 +16,9 @@ from tests.checkpoint.functions import (
     X,
     equal,
     mlp,
-    relative,
     weighted,
 )
+from tests.errors import relative
 
 
 @pytest.mark.parametrize(

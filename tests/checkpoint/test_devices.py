@@ -20,10 +20,10 @@ from tests.checkpoint.functions import (
     X,
     gradients,
     mlp,
-    relative,
     weighted,
 )
 from tests.draws import normal
+from tests.errors import relative
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])

@@ -25,9 +25,9 @@ from tests.checkpoint.functions import (
     loop,
     mlp,
     plain,
-    relative,
     weighted,
 )
+from tests.errors import relative
 
 
 @by_name

@@ -20,8 +20,8 @@ from tests.checkpoint.functions import (
     X,
     equal,
     gradients,
-    relative,
 )
+from tests.errors import relative
 
 UNARY = [jnp.sin, jnp.tanh, jax.nn.silu, jnp.abs, jnp.negative, jnp.cumsum]
 BINARY = [

@@ -21,9 +21,9 @@ from tests.checkpoint.functions import (
     gradients,
     loop,
     mlp,
-    relative,
     weighted,
 )
+from tests.errors import relative
 
 
 @pytest.mark.parametrize("fun", [mlp, loop, slow(branch)])

@@ -13,8 +13,9 @@ from flax import nnx
 import jaxcompact as jc
 from jaxcompact import nnx as cnnx
 from tests.cases import slow
-from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS, relative
+from tests.checkpoint.functions import AGAIN, LOSSY, SAVE, ULPS
 from tests.draws import normal
+from tests.errors import relative
 from tests.residuals import crossing
 
 W, X, Y = (

@@ -19,8 +19,3 @@ def of(*shape):
 
 PARAMS = {"gate": of(D, FF), "up": of(D, FF), "down": of(FF, D)}
 X = of(8192, D)
-
-
-def relative(a, b):
-    a, b = (jnp.concatenate([x.ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
-    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))

@@ -8,7 +8,8 @@ import jaxcompact as jc
 from jaxcompact.planner.problem import CODECS, problem_of
 from jaxcompact.planner.scan import scan_step
 from tests.draws import normal
-from tests.planner.blocks import FF, LAYERS, PARAMS, D, X, block, of, relative
+from tests.errors import relative
+from tests.planner.blocks import FF, LAYERS, PARAMS, D, X, block, of
 
 
 @pytest.mark.slow

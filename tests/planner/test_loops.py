@@ -11,7 +11,8 @@ from jaxcompact.planner.milp import solve
 from jaxcompact.planner.problem import CODECS, problem_of, problems_of
 from tests.cases import slow
 from tests.draws import normal
-from tests.planner.blocks import of, relative
+from tests.errors import relative
+from tests.planner.blocks import of
 
 
 def recurrent(w, x):

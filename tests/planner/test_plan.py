@@ -13,7 +13,8 @@ from flax import nnx
 
 import jaxcompact as jc
 from jaxcompact.kernels import choice
-from tests.planner.blocks import FF, LAYERS, MIB, PARAMS, D, X, block, of, relative
+from tests.errors import relative
+from tests.planner.blocks import FF, LAYERS, MIB, PARAMS, D, X, block, of
 
 HUGE = 10**400  # no float
 MADE_UP = jc.Plan("block", {"x": jc.Save()}, "h200", 2**30, 0.0, 2**20, 0.0, 2**21)

@@ -24,6 +24,7 @@ from jaxcompact.planner.block import block_of
 from methods import Method
 from plan_options import PlanOptions
 from tests.cases import slow
+from tests.errors import relative
 from training import State, Training
 
 CONFIG = ModelConfig(vocab_size=64, width=64, ff=128, layers=2, heads=2)
@@ -61,11 +62,6 @@ def measured(one_codec):
         made = planner()
         params = jax.jit(made.make_training().init)().params
         return made, params, made.measure(params, TOKENS)
-
-
-def relative(a, b):
-    norm = optax.tree.norm
-    return float(norm(jax.tree.map(jnp.subtract, a, b)) / norm(b))
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ import jaxcompact as jc
 from jaxcompact import linen as clinen
 from jaxcompact import nnx as cnnx
 from tests.cases import slow
-from tests.checkpoint.functions import LOSSY, SAVE, ULPS, W, X, equal, mlp, relative
+from tests.checkpoint.functions import LOSSY, SAVE, ULPS, W, X, equal, mlp
+from tests.errors import relative
 
 V = jnp.cos(W)
 
