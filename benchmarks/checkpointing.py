@@ -1,13 +1,16 @@
 """What encoding the residuals does to the gradient, and to the loss.
 
     python benchmarks/checkpointing.py gradient --data ../shared/data/english_novels
+    python benchmarks/checkpointing.py channels --data ../shared/data/english_novels
     python benchmarks/checkpointing.py precision --data ../shared/data/english_novels
     python benchmarks/checkpointing.py train --data ../shared/data/english_novels
     python benchmarks/checkpointing.py table
 
 `gradient` trains the ``tiny`` model exactly, then takes gradients of further batches
 under every policy: their relative error, and its component along the exact gradient
-(bias). `precision` does so over seeds for automatic precision, with bits by
+(bias). `channels` does so after four channels of the residual stream have been made far
+larger than all others, as those of large trained networks are, and the network has
+trained on. `precision` does so over seeds for automatic precision, with bits by
 `jaxcompact.sensitivity` of four sequences, beside one codec for all of as many bytes.
 `train` trains it from the start under each policy, with the same batches and
 learning rate, over seeds, with "flash". Both append rows to
@@ -49,6 +52,7 @@ from training import warmup_cosine  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "checkpointing.jsonl"
 STEPS, BATCH, SEQ, RATE, BATCHES = 400, 16, 128, 3e-3, 8  # pretrain.py's defaults
+FAR = {3: 60.0, 40: -35.0, 77: 20.0, 101: 12.0}  # channels of 128, the others about 1
 SEEDS = (0, 1, 2)
 MORE = (3, 4, 5)  # seeds of the first policies, whose differences are small
 
@@ -185,6 +189,53 @@ def gradient(data) -> None:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class AlongChannels:
+    """A policy whose groups lie along the channels, of inputs and streams as well."""
+
+    policy: Compress
+
+    def decide(self, tensor):
+        kind = "op" if tensor.kind == "input" else tensor.kind
+        return self.policy.decide(dataclasses.replace(tensor, kind=kind, row=None))
+
+
+def channels(data) -> None:
+    exact = Trainer(None, 0, data, flash)
+    params = enlarged(exact.train())
+    state = exact.tx.init(params)
+    for step in range(STEPS):
+        params, state, _ = exact.step(params, state, exact.batch(STEPS + step))
+    batches = [exact.batch(2 * STEPS + i) for i in range(BATCHES)]
+    reference = [blocks(exact.gradient(params, b)) for b in batches]
+    for label in ("int8", "int4", "int3"):
+        for along in (False, True):
+            policy = AlongChannels(POLICIES[label]) if along else POLICIES[label]
+            gradient = Trainer(policy, 0, data, flash).gradient
+            pairs = zip(batches, reference, strict=True)
+            off = [blocks(gradient(params, b)) - g for b, g in pairs]
+            errors = [
+                float(e @ e / (g @ g)) for e, g in zip(off, reference, strict=True)
+            ]
+            error = statistics.fmean(errors) ** 0.5
+            write(kind="channels", policy=label, along_channels=along, error=error)
+
+
+def enlarged(params: nnx.State) -> nnx.State:
+    """Norms' scales grow with what they divide by, but for those channels."""
+    pure = nnx.to_pure_dict(params)
+    far = (
+        jnp.zeros_like(pure["norm"]["scale"]).at[jnp.array([*FAR])].set([*FAR.values()])
+    )
+    pure["embed"]["embedding"] += far
+    grown = jnp.where(far == 0, jnp.sqrt(1 + jnp.mean(far**2)), 0.1)
+    for norm in (pure["norm"], pure["layers"]["attn_norm"], pure["layers"]["mlp_norm"]):
+        norm["scale"] *= grown
+    found = jax.tree.map(jnp.copy, params)
+    nnx.replace_by_pure_dict(found, pure)
+    return found
+
+
 def precision(data) -> None:
     done = {(r["seed"], r["attention"]) for r in rows("precision")}
     for seed in SEEDS:
@@ -303,6 +354,11 @@ def table() -> None:
             f"| {row['policy']} | {row['attention']} | {row['error']:.3f} "
             f"| {row['along']:+.3f} |"
         )
+    print("\n| far channels | groups of a channel's tokens | of a token's channels |")
+    print("|---|---|---|")
+    apart = {(r["policy"], r["along_channels"]): r["error"] for r in rows("channels")}
+    for label in dict.fromkeys(label for label, _ in apart):
+        print(f"| {label} | {apart[label, False]:.3f} | {apart[label, True]:.3f} |")
     print("\n| attention | bits | by sensitivity | predicted | one codec | predicted |")
     print("|---|---|---|---|---|---|")
     groups: dict[tuple, list[dict]] = {}
@@ -334,7 +390,7 @@ def table() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("gradient", "precision", "train"):
+    for name in ("gradient", "channels", "precision", "train"):
         command = commands.add_parser(name)
         command.add_argument("--data", required=True, help="folder of english_novels")
         command.add_argument("--part", default="1/1", help="i/n: every n-th run only")
@@ -346,6 +402,8 @@ def main() -> None:
     data = prepare(arguments.data, "bytes")
     if arguments.command == "gradient":
         gradient(data)
+    elif arguments.command == "channels":
+        channels(data)
     elif arguments.command == "precision":
         precision(data)
     else:

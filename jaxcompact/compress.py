@@ -10,6 +10,7 @@ from jaxcompact.kernels.bits.reference import unit
 
 # Of the shortest groups of q and k: a scale and an offset take half as much as codes.
 _TOKENS = 8
+_MORE = 17 / 16  # bytes of groups along the tokens, of groups along the channels
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,14 @@ class Compress:
     `Save`, logits have ``codec`` with a minimum for each group. With ``scores`` a
     `Quantized` codec is standardized, over the axes that are summed up, for what norms
     of channels (batch, instance, group norms) read, unless weights or a mask choose
-    among the tokens, which may hold anything where it leaves them out; and has groups
-    of a head for what norms of heads shorter than a group read. Products of two
-    activations over at most 128 terms are made again: that takes fewer operations than
-    encoding takes bytes. Scores, whose codes are larger, over twice as many, and those
-    of a table of parameters as well (relative positions, learned queries).
+    among the tokens, which may hold anything where it leaves them out; has groups of a
+    head for what norms of heads shorter than a group read; and groups along the tokens
+    of one channel, where there are enough of them, for inputs and for what norms of
+    tokens read: a few channels of a trained network's residual stream are far larger
+    than all others. Products of two activations over at most 128 terms are made again:
+    that takes fewer operations than encoding takes bytes. Scores, whose codes are
+    larger, over twice as many, and those of a table of parameters as well (relative
+    positions, learned queries).
     """
 
     codec: Save | Codec
@@ -111,6 +115,8 @@ class Compress:
                 return larger, "a loss's difference or correlations"
             rows = of_rows(self.codec, tensor) if self.scores is not None else None
             if rows is not None:
+                if rows.axis == -2:
+                    return rows, "some channels may be far larger than all others"
                 each = "channel" if rows.standardized else "head"
                 return rows, f"a norm is taken of each {each}"
         return self.codec, "expensive to make again"
@@ -128,19 +134,31 @@ class Compress:
 
 
 def of_rows(codec: Quantized, tensor: Tensor) -> Quantized | None:
-    """Standardized, where a norm is taken of each channel; of each head, in groups of
-    one. None where neither is so."""
-    row, within = tensor.row, codec.bound is not None or tensor.bound is not None
+    """Standardized, where a norm is taken of each channel; in groups of a head, where
+    one is taken of each; of a channel's tokens, where one is taken of each token, and
+    of inputs. None where none of these is so."""
+    row, width = tensor.row, tensor.shape[-1] if tensor.shape else 1
+    if row is None and tensor.kind == "input":
+        row = max(width, codec.group_size)
+    within = codec.bound is not None or tensor.bound is not None
     if row is None or codec.axis != -1 or within:
         return None
     if isinstance(row, tuple):
         every = len(row) == len(tensor.shape) - 1
         return replace(codec, standardized=every or row)
     if row >= codec.group_size:
-        return None
+        return _of_channels(codec, tensor) if row <= width else None
     sizes = (n for n in range(row, 7, -1) if row % n == 0)
     size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
     return size and replace(codec, group_size=size)
+
+
+def _of_channels(codec: Quantized, tensor: Tensor) -> Quantized | None:
+    if len(tensor.shape) < 2 or codec.standardized:
+        return None
+    channels = replace(codec, axis=-2)
+    more, least = (c.nbytes(tensor.shape, tensor.dtype) for c in (channels, codec))
+    return channels if more <= _MORE * least else None
 
 
 def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec]:
@@ -148,10 +166,15 @@ def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec
     row = tensor.row
     if row is None or not isinstance(action, Quantized):
         return list(codecs)
-    channels = isinstance(row, tuple)
-    if not (action.standardized if channels else row % action.group_size == 0):
+    heads = not isinstance(row, tuple) and row % action.group_size == 0
+    if not (action.standardized or action.axis == -2 or heads):
         return list(codecs)
-    return [(isinstance(c, Quantized) and of_rows(c, tensor)) or c for c in codecs]
+
+    def same(codec: Codec) -> Codec:
+        rows = of_rows(codec, tensor) if isinstance(codec, Quantized) else None
+        return rows if rows and rows.axis == action.axis else codec
+
+    return list(map(same, codecs))
 
 
 def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:

@@ -204,7 +204,7 @@ def test_what_a_loop_gives_to_a_norm_has_8_bits():
     rows = jc.explain(layer, p, x, policy=jc.policies.int4(), params=0).rows
     actions = {row.name: row.action for row in rows}
     assert "bits=8" in actions["scan.0.1"]
-    assert actions["x"] == "Quantized(bits=4)"
+    assert actions["x"] == "Quantized(bits=4, axis=-2)"
 
 
 def test_a_head_that_is_small_has_scales_of_its_own():

@@ -31,7 +31,7 @@ def gradient(policy, **options):
 
 def stacked_codes(text: str) -> list[bool]:
     """Of each stack that codes are put in, whether a kernel puts them there."""
-    put = rf"= u8\[{LAYERS},{TOKENS},\d+\]\S* dynamic-update-slice"
+    put = rf"= u8\[{LAYERS},\d+,\d+\]\S* dynamic-update-slice"
     bodies = (body for body in text.split("\n}\n") if re.search(put, body))
     return [kernels_in(body) == 1 for body in bodies]
 

@@ -181,15 +181,19 @@ def test_gradients_are_those_without_the_kernel(monkeypatch, fun):
 
 @pytest.mark.slow
 def test_a_stack_of_layers_sums_in_its_kernels():
-    """Compiled for an H200: XLA adds nothing up and encodes nothing."""
+    """Compiled for an H200: XLA adds nothing up and encodes nothing.
+
+    Of groups along the channels; `int4` has none of so many tokens.
+    """
     layers, tokens = 2, 32768
+    policy = jc.policies.uniform(jc.Quantized(4))
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((layers, *a.shape), jnp.bfloat16), weights(2736)
     )
     x = jax.ShapeDtypeStruct((tokens, 64), jnp.bfloat16)
 
     def forward(w, x, way):
-        fun = jc.checkpoint(layer, policy=INT4, params=0)
+        fun = jc.checkpoint(layer, policy=policy, params=0)
 
         def layers(w):
             return jax.lax.scan(lambda x, w: (fun(w, x), None), x, w)[0]
