@@ -36,12 +36,12 @@ class Compress:
     of channels (batch, instance, group norms) read, unless weights or a mask choose
     among the tokens, which may hold anything where it leaves them out; has groups of a
     head for what norms of heads shorter than a group read; and groups along the tokens
-    of one channel, where there are enough of them, for inputs and for what norms of
-    tokens read: a few channels of a trained network's residual stream are far larger
-    than all others. Products of two activations over at most 128 terms are made again:
-    that takes fewer operations than encoding takes bytes. Scores, whose codes are
-    larger, over twice as many, and those of a table of parameters as well (relative
-    positions, learned queries).
+    of one channel, where there are enough of them, for what norms of tokens read, and
+    inputs that products read: a few channels of a trained network's residual stream are
+    far larger than all others. Products of two activations over at most 128 terms are
+    made again: that takes fewer operations than encoding takes bytes. Scores, whose
+    codes are larger, over twice as many, and those of a table of parameters as well
+    (relative positions, learned queries).
     """
 
     codec: Save | Codec
@@ -135,26 +135,23 @@ class Compress:
 
 def of_rows(codec: Quantized, tensor: Tensor) -> Quantized | None:
     """Standardized, where a norm is taken of each channel; in groups of a head, where
-    one is taken of each; of a channel's tokens, where one is taken of each token, and
-    of inputs. None where none of these is so."""
-    row, width = tensor.row, tensor.shape[-1] if tensor.shape else 1
-    if row is None and tensor.kind == "input":
-        row = max(width, codec.group_size)
-    within = codec.bound is not None or tensor.bound is not None
+    one is taken of each; of a channel's tokens, where one is taken of each token, or a
+    product. None where none of these is so."""
+    row, within = tensor.row, codec.bound is not None or tensor.bound is not None
     if row is None or codec.axis != -1 or within:
         return None
     if isinstance(row, tuple):
         every = len(row) == len(tensor.shape) - 1
         return replace(codec, standardized=every or row)
     if row >= codec.group_size:
-        return _of_channels(codec, tensor) if row <= width else None
+        return _of_channels(codec, tensor) if row <= tensor.shape[-1] else None
     sizes = (n for n in range(row, 7, -1) if row % n == 0)
     size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
     return size and replace(codec, group_size=size)
 
 
 def _of_channels(codec: Quantized, tensor: Tensor) -> Quantized | None:
-    if len(tensor.shape) < 2 or codec.standardized:
+    if codec.standardized:
         return None
     channels = replace(codec, axis=-2)
     more, least = (c.nbytes(tensor.shape, tensor.dtype) for c in (channels, codec))

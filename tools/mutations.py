@@ -315,9 +315,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what no norm reads has no far channels",
-        "jaxcompact/compress.py",
-        'if row is None and tensor.kind == "input":',
-        "if False:",
+        "jaxcompact/analysis/tensors.py",
+        "rows = find_widths(graph, stored & inputs.keys())",
+        "rows = {}",
         "tests/analysis/test_rows.py::test_channels_may_be_far_larger_than_all_others",
     ),
     Mutation(

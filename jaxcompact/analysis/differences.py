@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 
 from jax.extend.core import Literal
 
+from jaxcompact.analysis.tensor import GROUP
 from jaxcompact.arrays import is_float
 from jaxcompact.graph import Graph, Op, behind, bodies, outside
 from jaxcompact.kinds import (
@@ -40,7 +41,6 @@ _SUMS_UP = (
 )
 _WEIGHS = "dot_general", "conv_general_dilated"
 _LEAST = 0.1  # of a constant that a prediction may be near; not what guards a root
-_GROUP = 64  # entries that are rounded together, by default
 
 
 def find_differences(
@@ -182,7 +182,7 @@ def find_scaled(graph: Graph, differences: Set[int], moving: Set[int]) -> set[in
         of_each = [multiples[v] for v in op.reads if v in multiples]
         factors = (v for v in op.reads if v not in multiples)
         if of_each and op.kind in ("mul", "div"):
-            if any(_steps(v, op, graph) < _GROUP for v in factors):
+            if any(_steps(v, op, graph) < GROUP for v in factors):
                 found.update(*of_each)
         elif of_each and _weighs(op, moving):
             found.update(*of_each)
@@ -198,7 +198,7 @@ def _chosen(graph: Graph, multiples: Mapping[int, Set[int]]) -> set[int]:
         if not sources or not summed.keys().isdisjoint(op.outs):
             continue
         of, count = summed[sources[0]]
-        if op.kind in ("gather", "reduce_min") and count < _GROUP:
+        if op.kind in ("gather", "reduce_min") and count < GROUP:
             found |= of
         elif op.kind == "reduce_sum":
             shape, axes = op.eqn.invars[0].aval.shape, op.eqn.params["axes"]

@@ -11,6 +11,7 @@ from math import prod
 from operator import itemgetter
 
 from jaxcompact.analysis.layouts import Parts, parts_before, split
+from jaxcompact.analysis.tensor import GROUP
 from jaxcompact.graph import Graph, Op, behind
 from jaxcompact.kinds import ELEMENTWISE, LAYOUT, expensive
 
@@ -44,6 +45,23 @@ def find_rows(
             row = _row(graph.avals[value].shape, here) if value in stored else None
             if row is not None:
                 found[value] = _finer(row, found.get(value, row))
+    return found
+
+
+def find_widths(graph: Graph, inputs: Collection[int]) -> dict[int, int]:
+    """Of inputs that a product sums up along their last axis, how long that is, if it
+    is no less than a group: of a residual stream, that a norm of tokens has given."""
+    found: dict[int, int] = {}
+    products = (op for op in graph.ops if op.kind == "dot_general")
+    for op in products:
+        summed, _ = op.eqn.params["dimension_numbers"]
+        for value, axes in zip(op.ins, summed, strict=True):
+            shape = graph.avals[value].shape
+            if axes != (len(shape) - 1,) or len(shape) < 2 or shape[-1] < GROUP:
+                continue
+            same = behind([value], graph, lambda op: op.kind in ELEMENTWISE)
+            of = {v for v in same if graph.avals[v].shape == shape}
+            found |= dict.fromkeys(of.intersection(inputs), shape[-1])
     return found
 
 

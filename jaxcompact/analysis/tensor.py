@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxcompact.kernels.quantize.levels import Bound
 from jaxcompact.reals import reals_of
 
+GROUP = 64  # entries that are rounded together, by default
 TERMS = 128  # a product of two activations over so many at most is made again
 Kind = Literal["input", "op", "residual", "mask", "choice", "function"]
 
@@ -60,8 +61,8 @@ class Tensor:
         normed: a norm or variance of what is made of such products, or by a loop of
             them. It is also made again with that, and stands where no row has shrunk.
         row: how many entries, one after another, share a norm's scale, if not all: a
-            head's; of channels, which are apart, the axes that the norm sums over, none
-            of which is the last.
+            head's, a token's, of inputs also those that a product sums up; where
+            channels are apart, the axes that the norm sums over, but for the last.
         bound: a function that is flat beyond it, or beyond two numbers, alone reads the
             tensor; else None.
         step: for a function, its derivative is 0 or 1 everywhere (relu).

@@ -28,7 +28,7 @@ from jaxcompact.analysis.integers import find_integers, within_bounds
 from jaxcompact.analysis.loops import exact_outputs
 from jaxcompact.analysis.normal import find_features
 from jaxcompact.analysis.phases import find_phases
-from jaxcompact.analysis.rows import find_rows
+from jaxcompact.analysis.rows import find_rows, find_widths
 from jaxcompact.analysis.scores import (
     find_attention,
     find_tables,
@@ -141,7 +141,9 @@ class Tensors:
         self._describe(moving, exponents, enlarged, divisors)
         sums = {op for ends in norms.values() for op, _ in ends}
         stored = {v for v, t in self.found.items() if t.floating and not t.cheap}
-        for value, row in find_rows(graph, sums, stored).items():
+        rows = find_widths(graph, stored & inputs.keys())
+        rows |= find_rows(graph, sums, stored)
+        for value, row in rows.items():
             self.found.change(value, row=row)
         made = ((v, graph.made_by.get(v)) for v in self.found)
         extremes = {v for v, op in made if op and self._is_extreme(op, v, moving)}
