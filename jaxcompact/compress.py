@@ -36,12 +36,11 @@ class Compress:
     of channels (batch, instance, group norms) read, unless weights or a mask choose
     among the tokens, which may hold anything where it leaves them out; has groups of a
     head for what norms of heads shorter than a group read; and groups along the tokens
-    of one channel, where there are enough of them, for what norms of tokens read, and
-    inputs that products read: a few channels of a trained network's residual stream are
-    far larger than all others. Products of two activations over at most 128 terms are
-    made again: that takes fewer operations than encoding takes bytes. Scores, whose
-    codes are larger, over twice as many, and those of a table of parameters as well
-    (relative positions, learned queries).
+    of one channel for residual streams, where there are enough of them: a few channels
+    of a trained network's are far larger than all others. Products of two activations
+    over at most 128 terms are made again: that takes fewer operations than encoding
+    takes bytes. Scores, whose codes are larger, over twice as many, and those of a
+    table of parameters as well (relative positions, learned queries).
     """
 
     codec: Save | Codec
@@ -135,43 +134,39 @@ class Compress:
 
 def of_rows(codec: Quantized, tensor: Tensor) -> Quantized | None:
     """Standardized, where a norm is taken of each channel; in groups of a head, where
-    one is taken of each; of a channel's tokens, where one is taken of each token, or a
-    product. None where none of these is so."""
+    one is taken of each; of a stream in groups of a channel's tokens, where these take
+    little more. None where none of these is so."""
     row, within = tensor.row, codec.bound is not None or tensor.bound is not None
-    if row is None or codec.axis != -1 or within:
+    if codec.axis != -1 or within:
         return None
+    if tensor.stream and not codec.standardized:
+        channels, where = replace(codec, axis=-2), (tensor.shape, tensor.dtype)
+        little = channels.nbytes(*where) <= _MORE * codec.nbytes(*where)
+        return channels if little else None
     if isinstance(row, tuple):
         every = len(row) == len(tensor.shape) - 1
         return replace(codec, standardized=every or row)
-    if row >= codec.group_size:
-        return _of_channels(codec, tensor) if row <= tensor.shape[-1] else None
+    if row is None or row >= codec.group_size:
+        return None
     sizes = (n for n in range(row, 7, -1) if row % n == 0)
     size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
     return size and replace(codec, group_size=size)
 
 
-def _of_channels(codec: Quantized, tensor: Tensor) -> Quantized | None:
-    if codec.standardized:
-        return None
-    channels = replace(codec, axis=-2)
-    more, least = (c.nbytes(tensor.shape, tensor.dtype) for c in (channels, codec))
-    return channels if more <= _MORE * least else None
-
-
 def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec]:
     """The codecs, as `of_rows` gives them if what is done is such."""
+    if not isinstance(action, Quantized):
+        return list(codecs)
     row = tensor.row
-    if row is None or not isinstance(action, Quantized):
+    if tensor.stream:
+        such = action.axis == -2
+    elif isinstance(row, tuple):
+        such = action.standardized
+    else:
+        such = row is not None and row % action.group_size == 0
+    if not such:
         return list(codecs)
-    heads = not isinstance(row, tuple) and row % action.group_size == 0
-    if not (action.standardized or action.axis == -2 or heads):
-        return list(codecs)
-
-    def same(codec: Codec) -> Codec:
-        rows = of_rows(codec, tensor) if isinstance(codec, Quantized) else None
-        return rows if rows and rows.axis == action.axis else codec
-
-    return list(map(same, codecs))
+    return [(isinstance(c, Quantized) and of_rows(c, tensor)) or c for c in codecs]
 
 
 def _few_bits(tensor: Tensor) -> tuple[Narrow, str] | None:

@@ -5,7 +5,7 @@ those of another, that is larger, little is left of a small one's in few bits, a
 norm makes it as large as the others.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import compress, takewhile
 from math import prod
 from operator import itemgetter
@@ -13,7 +13,7 @@ from operator import itemgetter
 from jaxcompact.analysis.layouts import Parts, parts_before, split
 from jaxcompact.analysis.tensor import GROUP
 from jaxcompact.graph import Graph, Op, behind
-from jaxcompact.kinds import ELEMENTWISE, LAYOUT, expensive
+from jaxcompact.kinds import ADDITIONS, ELEMENTWISE, LAYOUT, expensive
 
 # So many entries, one after another; or axes over which channels are summed up.
 Row = int | tuple[int, ...]
@@ -48,21 +48,33 @@ def find_rows(
     return found
 
 
-def find_widths(graph: Graph, inputs: Collection[int]) -> dict[int, int]:
-    """Of inputs that a product sums up along their last axis, how long that is, if it
-    is no less than a group: of a residual stream, that a norm of tokens has given."""
-    found: dict[int, int] = {}
-    products = (op for op in graph.ops if op.kind == "dot_general")
-    for op in products:
-        summed, _ = op.eqn.params["dimension_numbers"]
-        for value, axes in zip(op.ins, summed, strict=True):
-            shape = graph.avals[value].shape
-            if axes != (len(shape) - 1,) or len(shape) < 2 or shape[-1] < GROUP:
-                continue
-            same = behind([value], graph, lambda op: op.kind in ELEMENTWISE)
-            of = {v for v in same if graph.avals[v].shape == shape}
-            found |= dict.fromkeys(of.intersection(inputs), shape[-1])
-    return found
+def find_streams(
+    graph: Graph, rows: Mapping[int, Row], inputs: Collection[int]
+) -> set[int]:
+    """Of inputs, and of sums, those of tokens in batches that a norm makes alike in
+    size, or a product sums up: residual streams.
+
+    Not of what else a norm reads, nodes of a graph or products: one may be far smaller
+    than the next, all of whose channels would hide its own.
+    """
+    avals = graph.avals
+    found = {v for v, row in rows.items() if avals[v].shape[-1] == row}
+    for op in graph.ops:
+        if op.kind == "dot_general":
+            summed, _ = op.eqn.params["dimension_numbers"]
+            pairs = zip(op.ins, summed, strict=True)
+            read = [v for v, axes in pairs if axes == (avals[v].ndim - 1,)]
+            of = behind(read, graph, lambda op: op.kind in ELEMENTWISE)
+            found.update({*of}.intersection(inputs))
+    wide = {v for v in found if avals[v].ndim == 3 and avals[v].shape[-1] >= GROUP}
+    return {v for v in wide if v in inputs or _is_sum(v, graph)}
+
+
+def _is_sum(value: int, graph: Graph) -> bool:
+    made = graph.made_by.get(value)
+    while made and made.kind == "convert_element_type" and made.reads:
+        made = graph.made_by.get(made.reads[0])
+    return made is not None and made.kind in ADDITIONS
 
 
 def _by_deviations(graph: Graph) -> Iterator[tuple[int, range]]:

@@ -61,8 +61,10 @@ class Tensor:
         normed: a norm or variance of what is made of such products, or by a loop of
             them. It is also made again with that, and stands where no row has shrunk.
         row: how many entries, one after another, share a norm's scale, if not all: a
-            head's, a token's, of inputs also those that a product sums up; where
-            channels are apart, the axes that the norm sums over, but for the last.
+            head's; of channels, which are apart, the axes that the norm sums over, none
+            of which is the last.
+        stream: an input or a sum, ``[batch, tokens, channels]``, that a norm of tokens
+            or a product reads. A few channels may be far larger than all others.
         bound: a function that is flat beyond it, or beyond two numbers, alone reads the
             tensor; else None.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
@@ -92,6 +94,7 @@ class Tensor:
     terms: int | None = None
     normed: bool = False
     row: int | tuple[int, ...] | None = None
+    stream: bool = False
     bound: float | Bound | None = None
     step: bool = False
     statistic: bool = False

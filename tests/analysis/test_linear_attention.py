@@ -10,12 +10,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 import pytest
 
 import jaxcompact as jc
 from tests.cases import slow
 from tests.draws import normal
+from tests.errors import relative
 
 pytestmark = pytest.mark.usefixtures("any_rank")
 
@@ -231,16 +232,20 @@ def test_a_head_that_is_small_has_scales_of_its_own():
 
 @pytest.mark.slow
 def test_a_plan_rounds_no_product_that_a_norm_is_of():
-    """Promised 0.17, gradients were 160 times too large."""
+    """Promised 0.17, gradients were 160 times too large.
+
+    Of 15 batches the median: in one of ten a first token's product is so near zero that
+    4 bits of x move it by as much.
+    """
     many = jax.ShapeDtypeStruct((1024, TOKENS, WIDTH), jnp.float32)
     plan = jc.plan(retention, PARAMS, many, layers=8, budget="280MiB", device="h100")
     assert plan.error > 0
-    x = normal(9, 2, TOKENS, WIDTH)
 
     def gradient(layer):
-        return jax.grad(lambda p: jnp.mean((layer(p, x) - x) ** 2))(PARAMS)
+        return jax.jit(jax.grad(lambda p, x: jnp.mean((layer(p, x) - x) ** 2)))
 
-    wrapped = jc.checkpoint(retention, policy=plan, params=0)
-    found, exact = gradient(wrapped), gradient(retention)
-    off = jax.tree.map(jnp.subtract, found, exact)
-    assert optax.tree.norm(off) < 1.5 * plan.error * optax.tree.norm(exact)
+    found = gradient(jc.checkpoint(retention, policy=plan, params=0))
+    exact = gradient(retention)
+    batches = [normal(9 + i, 2, TOKENS, WIDTH) for i in range(15)]
+    off = [relative(found(PARAMS, x), exact(PARAMS, x)) for x in batches]
+    assert np.median(off) < 1.5 * plan.error

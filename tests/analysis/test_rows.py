@@ -260,8 +260,9 @@ GAIN = jnp.where(FAR == 0, jnp.std(FAR), 0.1)
 
 
 def of_tokens(params, x):
-    x = x + jax.nn.gelu(centred(x, -1) * GAIN @ params["a"]) @ params["b"]
-    return x + jnp.tanh(centred(x, -1) * GAIN @ params["b"]) @ params["a"]
+    gain = GAIN.reshape(*[1] * (x.ndim - 1), -1)
+    x = x + jax.nn.gelu(centred(x, -1) * gain @ params["a"]) @ params["b"]
+    return x + jnp.tanh(centred(x, -1) * gain @ params["b"]) @ params["a"]
 
 
 def of_inputs(params, x):
@@ -288,11 +289,18 @@ def test_channels_may_be_far_larger_than_all_others(fun, policy, most):
     assert off(jc.policies.uniform(policy.codec)) > 2 * most
 
 
-def test_few_tokens_are_in_groups_with_their_channels():
-    """Each channel's scale would take a sixteenth more than all codes."""
-    x = STREAM[:, :24]
-    rows = jc.explain(of_tokens, PARAMS, x, policy=jc.policies.int4(), params=0).rows
-    assert {r.action for r in rows if r.name in ("x", "add.3")} == {"Quantized(bits=4)"}
+@pytest.mark.parametrize(
+    ("fun", "x", "names"),
+    [
+        (of_tokens, STREAM[:, :24], ("x", "add.3")),  # scales would take a 16th more
+        (of_tokens, STREAM.reshape(256, 128), ("x", "add.3")),  # may be a graph's nodes
+        (block(NORMS["layer norm"][0]), STREAM, ("dot_general.0",)),
+    ],
+    ids=["few tokens", "rows", "products"],
+)
+def test_what_is_no_stream(fun, x, names):
+    rows = jc.explain(fun, PARAMS, x, policy=jc.policies.int4(), params=0).rows
+    assert {r.action for r in rows if r.name in names} == {"Quantized(bits=4)"}
 
 
 @pytest.mark.parametrize(
