@@ -10,7 +10,7 @@ from jaxcompact.kernels.bits.reference import unit
 
 # Of the shortest groups of q and k: a scale and an offset take half as much as codes.
 _TOKENS = 8
-_MORE = 17 / 16  # bytes of groups along the tokens, of groups along the channels
+_MORE = 17 / 16  # bytes where channels are apart, of those where they are not
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Compress:
     `Quantized` codec is standardized, over the axes that are summed up, for what norms
     of channels (batch, instance, group norms) read, unless weights or a mask choose
     among the tokens, which may hold anything where it leaves them out; has groups of a
-    head for what norms of heads shorter than a group read; and groups along the tokens
-    of one channel for residual streams, where there are enough of them: a few channels
-    of a trained network's are far larger than all others. Products of two activations
-    over at most 128 terms are made again: that takes fewer operations than encoding
-    takes bytes. Scores, whose codes are larger, over twice as many, and those of a
-    table of parameters as well (relative positions, learned queries).
+    head for what norms of heads shorter than a group read; has groups along the tokens
+    of one channel for residual streams, where there are enough of them; and is
+    equalized for what else norms of rows read, and for inputs and sums that products
+    and convolutions do: a few channels of a trained network's are far larger than all
+    others. Products of two activations over at most 128 terms are made again: that
+    takes fewer operations than encoding takes bytes. Scores, whose codes are larger,
+    over twice as many, and those of a table of parameters as well (relative positions,
+    learned queries).
     """
 
     codec: Save | Codec
@@ -114,7 +116,7 @@ class Compress:
                 return larger, "a loss's difference or correlations"
             rows = of_rows(self.codec, tensor) if self.scores is not None else None
             if rows is not None:
-                if rows.axis == -2:
+                if rows.axis == -2 or rows.equalized:
                     return rows, "some channels may be far larger than all others"
                 each = "channel" if rows.standardized else "head"
                 return rows, f"a norm is taken of each {each}"
@@ -133,24 +135,34 @@ class Compress:
 
 
 def of_rows(codec: Quantized, tensor: Tensor) -> Quantized | None:
-    """Standardized, where a norm is taken of each channel; in groups of a head, where
-    one is taken of each; of a stream in groups of a channel's tokens, where these take
-    little more. None where none of these is so."""
+    """Of a stream in groups of a channel's tokens; standardized, where a norm is taken
+    of each channel; in groups of a head, where one is taken of each; equalized of what
+    else is uneven. Where channels are apart, or equalized, if that takes little more.
+    None where none of these is so."""
     row, within = tensor.row, codec.bound is not None or tensor.bound is not None
     if codec.axis != -1 or within:
         return None
-    if tensor.stream and not codec.standardized:
-        channels, where = replace(codec, axis=-2), (tensor.shape, tensor.dtype)
-        little = channels.nbytes(*where) <= _MORE * codec.nbytes(*where)
-        return channels if little else None
+    uneven = tensor.uneven and not codec.standardized
+    if tensor.stream and uneven:
+        channels = replace(codec, axis=-2)
+        if _is_little(channels, codec, tensor):
+            return channels
     if isinstance(row, tuple):
         every = len(row) == len(tensor.shape) - 1
         return replace(codec, standardized=every or row)
-    if row is None or row >= codec.group_size:
+    if row is not None and row < codec.group_size:
+        sizes = (n for n in range(row, 7, -1) if row % n == 0)
+        size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
+        return size and replace(codec, group_size=size)
+    if not uneven:
         return None
-    sizes = (n for n in range(row, 7, -1) if row % n == 0)
-    size = next((n for n in sizes if n % unit(codec.bits) == 0), None)
-    return size and replace(codec, group_size=size)
+    equalized = replace(codec, equalized=True)
+    return equalized if _is_little(equalized, codec, tensor) else None
+
+
+def _is_little(codec: Codec, plain: Codec, tensor: Tensor) -> bool:
+    where = tensor.shape, tensor.dtype
+    return codec.nbytes(*where) <= _MORE * plain.nbytes(*where)
 
 
 def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec]:
@@ -158,12 +170,11 @@ def alike(codecs: Iterable[Codec], action: Action, tensor: Tensor) -> list[Codec
     if not isinstance(action, Quantized):
         return list(codecs)
     row = tensor.row
+    such = action.standardized or action.equalized
     if tensor.stream:
-        such = action.axis == -2
-    elif isinstance(row, tuple):
-        such = action.standardized
-    else:
-        such = row is not None and row % action.group_size == 0
+        such |= action.axis == -2
+    elif isinstance(row, int):
+        such |= row % action.group_size == 0
     if not such:
         return list(codecs)
     return [(isinstance(c, Quantized) and of_rows(c, tensor)) or c for c in codecs]

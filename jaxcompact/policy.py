@@ -152,7 +152,7 @@ def bounded(action: Action, tensor: Tensor) -> Action:
     """Within the tensor's bound, if the action has none; channels are alike then."""
     bound = tensor.bound
     if type(action) is Quantized and action.bound is None and bound is not None:
-        return replace(action, bound=bound, standardized=False)
+        return replace(action, bound=bound, standardized=False, equalized=False)
     return action
 
 

@@ -17,6 +17,7 @@ from jaxcompact.kinds import ADDITIONS, ELEMENTWISE, LAYOUT, expensive
 
 # So many entries, one after another; or axes over which channels are summed up.
 Row = int | tuple[int, ...]
+_CASTS = ("convert_element_type",)
 _LEAST = 8  # entries of a channel: its two moments take no more than codes of 4 bits
 
 
@@ -48,31 +49,51 @@ def find_rows(
     return found
 
 
-def find_streams(
-    graph: Graph, rows: Mapping[int, Row], inputs: Collection[int]
-) -> set[int]:
-    """Of inputs, and of sums, those of tokens in batches that a norm makes alike in
-    size, or a product sums up: residual streams.
+def find_uneven(
+    graph: Graph,
+    rows: Mapping[int, Row],
+    inputs: Collection[int],
+    stored: Collection[int],
+) -> tuple[set[int], set[int]]:
+    """Of values to be stored, which are read row by row: by a norm, or, if they are
+    inputs or sums, by a product or a convolution; and which of these are streams.
 
-    Not of what else a norm reads, nodes of a graph or products: one may be far smaller
-    than the next, all of whose channels would hide its own.
+    Streams are inputs, and sums, of tokens in batches that a norm makes alike in size
+    or a product sums up. Not what else is so read, as nodes of a graph or products: one
+    may be far smaller than the next, all of whose channels would hide its own.
     """
     avals = graph.avals
-    found = {v for v, row in rows.items() if avals[v].shape[-1] == row}
+    normed = {v for v, row in rows.items() if avals[v].shape[-1] == row}
+    read: dict[str, set[int]] = {"dot_general": set(), "conv_general_dilated": set()}
     for op in graph.ops:
-        if op.kind == "dot_general":
-            summed, _ = op.eqn.params["dimension_numbers"]
-            pairs = zip(op.ins, summed, strict=True)
-            read = [v for v, axes in pairs if axes == (avals[v].ndim - 1,)]
-            of = behind(read, graph, lambda op: op.kind in ELEMENTWISE)
-            found.update({*of}.intersection(inputs))
-    wide = {v for v in found if avals[v].ndim == 3 and avals[v].shape[-1] >= GROUP}
-    return {v for v in wide if v in inputs or _is_sum(v, graph)}
+        if op.kind in read:
+            read[op.kind].update(_summed(op, graph))
+    products, all_read = read["dot_general"], set().union(*read.values())
+    streams = normed | _made_of(products, graph, ELEMENTWISE).intersection(inputs)
+    sums = _made_of(all_read, graph, _CASTS).intersection(stored)
+    found = streams | _made_of(all_read, graph, ELEMENTWISE).intersection(inputs)
+    found.update(v for v in sums if _is_sum(v, graph))
+    wide = {v for v in found if avals[v].ndim > 1 and avals[v].shape[-1] >= GROUP}
+    tokens = {v for v in wide & streams if avals[v].ndim == 3}
+    return wide, {v for v in tokens if v in inputs or _is_sum(v, graph)}
+
+
+def _summed(op: Op, graph: Graph) -> Iterator[int]:
+    """What a product or a convolution sums up along the last axis alone."""
+    numbers = op.eqn.params["dimension_numbers"]
+    axes = numbers[0] if op.kind == "dot_general" else ((numbers.lhs_spec[1],),)
+    for value, summed in zip(op.ins, axes, strict=False):  # kernels aside
+        if isinstance(value, int) and summed == (graph.avals[value].ndim - 1,):
+            yield value
+
+
+def _made_of(values: Iterable[int], graph: Graph, kinds: Collection[str]) -> set[int]:
+    return {*behind(values, graph, lambda op: op.kind in kinds)}
 
 
 def _is_sum(value: int, graph: Graph) -> bool:
     made = graph.made_by.get(value)
-    while made and made.kind == "convert_element_type" and made.reads:
+    while made and made.kind in _CASTS and made.reads:
         made = graph.made_by.get(made.reads[0])
     return made is not None and made.kind in ADDITIONS
 
@@ -143,7 +164,7 @@ def _weighs_rows(op: Op, by_axis: list[Parts] | None, graph: Graph) -> bool:
 def _varies(value: int, by_axis: list[Parts], graph: Graph) -> bool:
     """Whether it may differ along what is summed up."""
     made = graph.made_by.get(value)
-    while made and made.kind == "convert_element_type" and made.reads:
+    while made and made.kind in _CASTS and made.reads:
         value = made.reads[0]
         made = graph.made_by.get(value)
     sizes = graph.avals[value].shape

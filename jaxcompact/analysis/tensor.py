@@ -63,8 +63,10 @@ class Tensor:
         row: how many entries, one after another, share a norm's scale, if not all: a
             head's; of channels, which are apart, the axes that the norm sums over, none
             of which is the last.
-        stream: an input or a sum, ``[batch, tokens, channels]``, that a norm of tokens
-            or a product reads. A few channels may be far larger than all others.
+        uneven: a norm of rows reads it, or, an input or a sum, a product or a
+            convolution. A few channels may be far larger than all others.
+        stream: it is uneven, an input or a sum, ``[batch, tokens, channels]``, and read
+            by a norm or a product: tokens are alike in size.
         bound: a function that is flat beyond it, or beyond two numbers, alone reads the
             tensor; else None.
         step: for a function, its derivative is 0 or 1 everywhere (relu).
@@ -94,6 +96,7 @@ class Tensor:
     terms: int | None = None
     normed: bool = False
     row: int | tuple[int, ...] | None = None
+    uneven: bool = False
     stream: bool = False
     bound: float | Bound | None = None
     step: bool = False

@@ -28,7 +28,7 @@ from jaxcompact.analysis.integers import find_integers, within_bounds
 from jaxcompact.analysis.loops import exact_outputs
 from jaxcompact.analysis.normal import find_features
 from jaxcompact.analysis.phases import find_phases
-from jaxcompact.analysis.rows import find_rows, find_streams
+from jaxcompact.analysis.rows import find_rows, find_uneven
 from jaxcompact.analysis.scores import (
     find_attention,
     find_tables,
@@ -144,8 +144,10 @@ class Tensors:
         rows = find_rows(graph, sums, stored)
         for value, row in rows.items():
             self.found.change(value, row=row)
-        for value in find_streams(graph, rows, stored & inputs.keys()):
-            self.found.change(value, stream=True)
+        own = stored & inputs.keys()
+        uneven, streams = find_uneven(graph, rows, own, stored)
+        for value in uneven:
+            self.found.change(value, uneven=True, stream=value in streams)
         made = ((v, graph.made_by.get(v)) for v in self.found)
         extremes = {v for v, op in made if op and self._is_extreme(op, v, moving)}
         for value in find_small(self.found, frozen, extremes):

@@ -22,7 +22,7 @@ def fitted[C: Codec](codec: C, x: jax.Array) -> C:
     >>> import jax, jaxcompact as jc
     >>> jc.codecs.fitted(jc.Quantized(4), jax.nn.relu(jax.numpy.arange(-3.0, 9.0)))
     Quantized(bits=4, group_size=64, symmetric=False, stochastic=False, axis=-1,
-              scale_bits=16, bound=None, standardized=False)
+              scale_bits=16, bound=None, standardized=False, equalized=False)
     """
     if isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype"):
         raise ValueError(f"x must be an array with known values, got {x}")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxcompact.codecs.bound import ends_of, is_bound
 from jaxcompact.codecs.codec import Codec, in_parts, in_rows, is_float, merged
 from jaxcompact.codecs.moments import are_axes, moments_of, restored, standardized
+from jaxcompact.codecs.powers import divided, multiplied, powers_of, wide
 from jaxcompact.kernels.activate import api as activation
 from jaxcompact.kernels.bits.reference import unit
 from jaxcompact.kernels.normalize import api as normalization
@@ -23,7 +24,7 @@ from jaxcompact.kernels.weight_gradient.api import weight_gradient
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["codes", "scales", "lows", "moments"],
+    data_fields=["codes", "scales", "lows", "moments", "powers"],
     meta_fields=["shape", "dtype", "parts"],
 )
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Encoded:
     ``lows``, the groups' least values, are None for a symmetric codec. In ``parts``
     above 1 the grouped axis is split in so many, each of which has groups of its own.
     ``moments`` are means and deviations of a standardized codec, bfloat16 ``[2, ...]``,
-    of size 1 along the axes that they are over.
+    of size 1 along the axes that they are over. ``powers``, uint8 ``[channels]``, are
+    those of two by which an equalized codec has divided channels.
     """
 
     codes: jax.Array
@@ -43,6 +45,7 @@ class Encoded:
     dtype: jnp.dtype
     parts: int = 1
     moments: jax.Array | None = None
+    powers: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,11 @@ class Quantized(Codec):
             reads that sums over them, where channels differ in size. Both are stored
             besides, in bfloat16. A deviation is 2^-10 of the mean at least; a channel
             that reaches above 1e19 is divided by 2^63 alone.
+        equalized: channels, entries of the last axis, that are far larger than all
+            others are divided by a power of two, stored besides in a byte a channel, so
+            that their root mean square is 0.35 to 0.71 of what a usual one reaches.
+            Where there are none, codes are as without. For what is read row by row, of
+            which a trained network's few largest channels would hide all others.
 
     Raises ValueError for arguments outside these, for dtypes that are not floating
     point, and for arrays that lack the axis.
@@ -140,6 +148,7 @@ class Quantized(Codec):
     scale_bits: int = 16
     bound: float | Bound | None = None
     standardized: bool | tuple[int, ...] = False
+    equalized: bool = False
 
     def __post_init__(self):
         if type(self.bits) is not int or self.bits not in (1, 2, 3, 4, 8):
@@ -151,7 +160,7 @@ class Quantized(Codec):
                 f"group_size must be a positive multiple of {whole} for {self.bits} "
                 f"bits, got {size!r}"
             )
-        for name in ("symmetric", "stochastic"):
+        for name in ("symmetric", "stochastic", "equalized"):
             if not isinstance(getattr(self, name), bool):
                 value = getattr(self, name)
                 raise ValueError(f"{name} must be True or False, got {value!r}")
@@ -176,6 +185,13 @@ class Quantized(Codec):
             raise ValueError(
                 f"bound must be None if standardized is {axes}, got {self.bound!r}"
             )
+        others = {"axis": -1, "bound": None, "standardized": False}
+        for name, value in others.items() if self.equalized else ():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name} must be {value} if equalized is True, "
+                    f"got {getattr(self, name)!r}"
+                )
 
     def supports(self, dtype: Any) -> bool:
         return is_float(dtype)
@@ -213,10 +229,12 @@ class Quantized(Codec):
     def encode(self, x: jax.Array, seed: int = 0) -> Encoded:
         """``x`` in codes and scales."""
         self._require(x, seed)
-        shape, dtype, moments = x.shape, x.dtype, None
+        shape, dtype, moments, powers = x.shape, x.dtype, None, None
         if self.standardized:
             moments = moments_of(x, self.standardized)
             x = standardized(x, moments)
+        if self.equalized and (powers := powers_of(x)) is not None:
+            x = divided(x, powers)
         rows = in_rows(x, self._grouped(x.shape))
         group = self._group(rows.shape[self.axis])
         rows, parts = in_parts(rows, self.axis, group)
@@ -229,25 +247,32 @@ class Quantized(Codec):
             scale_bits=self.scale_bits,
             bound=self.ends,
             seed=seed if self.stochastic else None,
+            implementation=_implementation(powers),
         )
-        return Encoded(codes, scales, lows, shape, dtype, parts, moments)
+        return Encoded(codes, scales, lows, shape, dtype, parts, moments, powers)
 
     def quantizes(self, x: Any) -> bool:
         """Whether a kernel makes all that `encode` gives of such an array, at once.
 
         It is not said of noise, which is XLA's under vmap, and of axes that are merged.
         """
-        plain = not (self.stochastic or self.standardized)
+        plain = not (self.stochastic or self._changes)
         if not plain or self._grouped(x.shape) != x.shape:
             return False
         group = self._group(x.shape[self.axis])
         return api.in_one_pass(x, bits=self.bits, group=group, axis=self.axis)
+
+    @property
+    def _changes(self) -> bool:
+        """Whether it is not x itself that is quantized."""
+        return bool(self.standardized or self.equalized)
 
     def decode(self, encoded: Encoded) -> jax.Array:
         """``x`` again, in its shape and dtype."""
         self._require_encoded(encoded, Encoded)
         shape = self._grouped(encoded.shape)
         size = shape[self.axis] // encoded.parts
+        dtype, powers = encoded.dtype, encoded.powers
         x = api.dequantize(
             encoded.codes,
             encoded.scales,
@@ -256,10 +281,13 @@ class Quantized(Codec):
             group=self._group(size),
             size=size,
             axis=self.axis,
-            dtype=encoded.dtype,
+            dtype=dtype if powers is None else wide(dtype),
             bound=self.ends,
+            implementation=_implementation(powers),
         )
         x = x.reshape(shape).reshape(encoded.shape)
+        if powers is not None:
+            return multiplied(x, powers, dtype)
         return x if encoded.moments is None else restored(x, encoded.moments)
 
     def activates(
@@ -274,7 +302,7 @@ class Quantized(Codec):
     def _in_rows(self, shape: tuple[int, ...]) -> bool:
         """Whether groups are those of rows, of x itself, rounded to nearest."""
         rows = self.axis == -1 and self._grouped(shape) == shape
-        return rows and not (self.stochastic or self.standardized)
+        return rows and not (self.stochastic or self._changes)
 
     def activate(
         self,
@@ -336,7 +364,7 @@ class Quantized(Codec):
         self._require(x, 0)
         shape = *x.shape[:-1], p_nr.shape[-1]
         rows = self.axis == -1 and self._grouped(shape) == shape
-        if not rows or self.bound is not None or self.standardized:
+        if not rows or self.bound is not None or self._changes:
             return self.encode(product(x, p_nr))
         codes, scales, lows = project(
             x,
@@ -356,7 +384,7 @@ class Quantized(Codec):
         Where there is no such kernel, x is decoded first.
         """
         whole = encoded.parts == 1 and self._grouped(encoded.shape) == encoded.shape
-        plain = self.bound is None and encoded.moments is None
+        plain = self.bound is None and not self._changes
         if self.axis != -1 or not whole or not plain:
             tokens = tuple(range(dy.ndim - 1))
             numbers = (tokens, tokens), ((), ())
@@ -372,3 +400,8 @@ class Quantized(Codec):
             dtype=encoded.dtype,
             **product,
         )
+
+
+def _implementation(powers: jax.Array | None) -> str | None:
+    """XLA's, which divides as it reads: a kernel would be given a copy."""
+    return None if powers is None else "xla"

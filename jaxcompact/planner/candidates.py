@@ -61,17 +61,14 @@ class Candidates:
             high = between.nbytes
 
     def _corrected(self, limit: float) -> Iterator[Solution]:
-        """By what each takes above the limit."""
-        aim = limit
+        """By what each takes above the limit, or leaves; until one comes again."""
+        aim, last = limit, None
         for _ in range(_CORRECTIONS):
             found = solve(self.asked, nbytes=aim, noise=self.noise, layers=self.layers)
-            if found is None:
+            if found is None or found == last:
                 return
             yield found
-            over = self.nbytes(found) - limit
-            if over <= 0:
-                return
-            aim -= over
+            aim, last = aim + limit - self.nbytes(found), found
 
     def _tightest(self, within: Problem) -> Iterator[Solution]:
         """Towards the least limit that the program finds a solution for."""

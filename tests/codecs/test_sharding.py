@@ -35,7 +35,8 @@ CODECS = [
     Narrow(256),
     Narrow(8, -8),
 ]
-OF_ALL = Quantized(4, standardized=True)  # by moments of all devices
+# By moments, and sizes of channels, of all devices.
+OF_ALL = Quantized(4, standardized=True), Quantized(4, equalized=True)
 # Shapes and layouts of which a codec can't keep every one: heads shorter than a group,
 # parts of groups, of bytes, of the channels among which outliers are found.
 LAYOUTS = [
@@ -120,7 +121,7 @@ def in_layouts(codec):
     ("codec", "shape", "spec"),
     [
         case
-        for codec in (*CODECS, OutlierQuantized(4), OF_ALL)
+        for codec in (*CODECS, OutlierQuantized(4), *OF_ALL)
         for case in in_layouts(codec)
     ],
 )
@@ -143,7 +144,7 @@ def test_any_layout_is_taken(codec, shape, spec):
     # As in `test_nothing_is_moved`.
     atol = 0.2 if isinstance(codec, Chain) else 0
     apart = parts > 1 and isinstance(codec, Chain | OutlierQuantized)
-    if apart or codec == OF_ALL:  # whose sums have other orders as well
+    if apart or codec in OF_ALL:  # whose sums have other orders as well
         # A part has groups of its own, whose errors are about as large.
         assert jnp.linalg.norm(found - x) < 1.2 * jnp.linalg.norm(expected - x)
         return

@@ -117,6 +117,24 @@ def standardized_bound(codec: Quantized, x: np.ndarray) -> np.ndarray:
     return bound * (1 + 2**-7) + 2**-8 * (abs(x - mean) + abs(mean))
 
 
+def equalized_bound(codec: Quantized, x: np.ndarray) -> np.ndarray:
+    """That of what is divided, times the powers of two; of float32's ratios either."""
+    if x.ndim < 2 or not x.size:
+        return quantized_bound(codec, x)
+    powers = (channel_powers(x, 2**1.5 * way) for way in (1 - 2**-18, 1 + 2**-18))
+    return np.maximum(*(quantized_bound(codec, x / 2**p) * 2**p for p in powers))
+
+
+def channel_powers(x: np.ndarray, times: float) -> np.ndarray:
+    """Those of channels whose size is as large, so many times, as what is usual."""
+    rows = abs(x.reshape(-1, x.shape[-1]))
+    largest = rows.max(0)
+    usual = np.sqrt(largest[largest > 0]).mean() ** 2 if largest.any() else 1.0
+    size = times * np.sqrt((rows**2).mean(0))
+    power = np.frexp(size / usual)[1] - 1.0
+    return np.where(power >= 2, power, 0.0)
+
+
 def outlier_bound(codec: OutlierQuantized, x: np.ndarray) -> np.ndarray:
     """As quantized with a zero in each group, and the 2^-8 of bfloat16."""
     plain = Quantized(codec.bits, codec.group_size, codec.symmetric)
@@ -222,6 +240,12 @@ CASES = [
         Quantized(4, standardized=True),
         (30 * (16 + 2) + 130 * 4, 8 + 2 + 3 * 4),
         standardized_bound,
+        largest=1e18,
+    ),
+    Case(
+        Quantized(4, equalized=True),
+        (30 * (16 + 2) + 130, 8 + 2 + 3),
+        equalized_bound,
         largest=1e18,
     ),
     Case(Quantized(4, bound=1.5), (30 * (16 + 2), 8 + 2), bounded_bound),

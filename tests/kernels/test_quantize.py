@@ -12,6 +12,8 @@ import pytest
 import jaxcompact as jc
 from jaxcompact.kernels import choice
 from jaxcompact.kernels.quantize import api, mosaic_gpu, reference
+from jaxcompact.memory.cards import find_device
+from jaxcompact.memory.traffic import traffic
 from tests.cases import slow
 from tests.draws import normal
 from tests.kernels.machine_code import compiled, kernels_in, resources
@@ -336,6 +338,30 @@ def test_codecs_take_the_kernel(codec, shape, flat):
     assert kernels_in(text) == 1
     assert "bf16" + flat not in text.split("ENTRY")[0]  # no fusion works on it
     assert kernels_in(compiled(decode, jax.eval_shape(codec.encode, x))) == 1
+
+
+def test_what_is_equalized_is_xlas():
+    """x is read twice, and some rows of it before; no copy is made for a kernel."""
+    codec, x = (
+        jc.Quantized(4, equalized=True),
+        jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16),
+    )
+
+    def encode(x):
+        with choice.using("mosaic_gpu"):
+            return codec.encode(x)
+
+    def decode(encoded):
+        with choice.using("mosaic_gpu"):
+            return codec.decode(encoded)
+
+    encoded = jax.eval_shape(codec.encode, x)
+    size, codes = 2 * x.size, codec.nbytes(x.shape, x.dtype)
+    for fun, of, most in ((encode, x, 2 * size), (decode, encoded, size)):
+        text = compiled(fun, of)
+        assert kernels_in(text) == 0
+        moved = traffic(text, find_device("h200")).values()
+        assert sum(each.nbytes for each in moved) < 1.1 * (most + codes)
 
 
 @pytest.mark.parametrize(

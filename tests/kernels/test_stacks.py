@@ -51,6 +51,6 @@ def test_codes_are_written_where_they_are_stacked(codec, options):
         S((LAYERS, 3, WIDTH, WIDTH), jnp.bfloat16),
         S((TOKENS, WIDTH), jnp.bfloat16),
     )
-    fun = gradient(jc.policies.compress(codec), **options)
+    fun = gradient(jc.policies.uniform(codec), **options)  # XLA equalizes x
     with choice.using("mosaic_gpu"):
         assert stacked_codes(compiled(fun, *args)) == [True] * 3
