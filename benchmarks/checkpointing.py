@@ -189,15 +189,23 @@ def gradient(data) -> None:
             )
 
 
+# How streams are stored: as they are; as what is no stream; as before either.
+GROUPS = {
+    "a channel's tokens": {},
+    "a token's channels, equalized": {"stream": False},
+    "a token's channels": {"stream": False, "uneven": False},
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class AlongChannels:
-    """A policy whose groups lie along the channels, of inputs and streams as well."""
+class Seen:
+    """A policy that sees tensors with such fields."""
 
     policy: Compress
+    fields: tuple
 
     def decide(self, tensor):
-        kind = "op" if tensor.kind == "input" else tensor.kind
-        return self.policy.decide(dataclasses.replace(tensor, kind=kind, row=None))
+        return self.policy.decide(dataclasses.replace(tensor, **dict(self.fields)))
 
 
 def channels(data) -> None:
@@ -209,8 +217,8 @@ def channels(data) -> None:
     batches = [exact.batch(2 * STEPS + i) for i in range(BATCHES)]
     reference = [blocks(exact.gradient(params, b)) for b in batches]
     for label in ("int8", "int4", "int3"):
-        for along in (False, True):
-            policy = AlongChannels(POLICIES[label]) if along else POLICIES[label]
+        for groups, fields in GROUPS.items():
+            policy = Seen(POLICIES[label], tuple(fields.items()))
             gradient = Trainer(policy, 0, data, flash).gradient
             pairs = zip(batches, reference, strict=True)
             off = [blocks(gradient(params, b)) - g for b, g in pairs]
@@ -218,7 +226,7 @@ def channels(data) -> None:
                 float(e @ e / (g @ g)) for e, g in zip(off, reference, strict=True)
             ]
             error = statistics.fmean(errors) ** 0.5
-            write(kind="channels", policy=label, along_channels=along, error=error)
+            write(kind="channels", policy=label, groups=groups, error=error)
 
 
 def enlarged(params: nnx.State) -> nnx.State:
@@ -354,11 +362,12 @@ def table() -> None:
             f"| {row['policy']} | {row['attention']} | {row['error']:.3f} "
             f"| {row['along']:+.3f} |"
         )
-    print("\n| far channels | groups of a channel's tokens | of a token's channels |")
-    print("|---|---|---|")
-    apart = {(r["policy"], r["along_channels"]): r["error"] for r in rows("channels")}
+    print(f"\n| far channels: groups of | {' | '.join(GROUPS)} |")
+    print("|---" * (1 + len(GROUPS)) + "|")
+    apart = {(r["policy"], r["groups"]): r["error"] for r in rows("channels")}
     for label in dict.fromkeys(label for label, _ in apart):
-        print(f"| {label} | {apart[label, False]:.3f} | {apart[label, True]:.3f} |")
+        errors = (f"{apart[label, groups]:.3f}" for groups in GROUPS)
+        print(f"| {label} | {' | '.join(errors)} |")
     print("\n| attention | bits | by sensitivity | predicted | one codec | predicted |")
     print("|---|---|---|---|---|---|")
     groups: dict[tuple, list[dict]] = {}

@@ -392,14 +392,16 @@ def test_what_is_even(fun, x, names):
         (block(NORMS["batch norm"][0]), X, "dot_general.0", {"standardized": True}),
         (of_tokens, STREAM, "add.3", {"axis": -2}),
         (of_tokens, STREAM.reshape(256, 128), "add.3", {"equalized": True}),
+        (of_inputs, STREAM.reshape(256, 128), "x", {"equalized": True}),
     ],
-    ids=["standardized", "channels", "equalized"],
+    ids=["standardized", "channels", "equalized", "inputs"],
 )
 def test_a_plan_has_such_groups_in_all_its_bits(fun, x, name, fields):
 
     def make_gradient(policy):
         wrapped = jc.checkpoint(fun, policy=policy, params=0)
-        return jax.grad(lambda p, x: jnp.sum(wrapped(p, x) ** 2)), (PARAMS, x)
+        grads = jax.grad(lambda p, x: jnp.sum(wrapped(p, x) ** 2), (0, 1))
+        return grads, (PARAMS, x)
 
     codecs = [jc.Quantized(8), jc.Quantized(2, 32)]
     channels = [replace(c, **fields) for c in codecs]

@@ -70,7 +70,7 @@ def test_far_channels_hide_nothing_and_are_not_lost(far):
 def test_what_is_as_large_now_and_then_is_not_far():
     """A channel that is always 1 beside others that seldom are; and one row's."""
     seldom = jnp.where(uniform(0, 256, 128) < 0.01, 1.0, 0.0)
-    x = seldom.at[:, 5].set(1.0).at[:, 70:120].set(0.0)
+    x = seldom.at[:, 5].set(1.0).at[:, 20:120].set(0.0)
     np.testing.assert_allclose(round_trip(EQUALIZED, x)[1], x, atol=0.26)
     first = normal(0, 256, 128).at[0, 7].set(30.0)
     assert not powers_of(first).any()
