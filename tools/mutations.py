@@ -307,6 +307,13 @@ MUTATIONS = [
         "tests/analysis/test_targets.py::test_the_gradient_near_a_soft_target",
     ),
     Mutation(
+        "a plan that leaves much of its limit is taken",
+        "jaxcompact/planner/candidates.py",
+        "if found is None or found == last:",
+        "if found is None or (last and self.nbytes(last) <= limit):",
+        "tests/planner/test_milp.py::test_what_is_in_memory_is_counted",
+    ),
+    Mutation(
         "a stream's groups lie along its channels",
         "jaxcompact/compress.py",
         "        if _is_little(channels, codec, tensor):",
