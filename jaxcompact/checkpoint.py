@@ -53,9 +53,11 @@ def checkpoint(
     each use. ``fun`` may read the axis name of a vmap or a `jax.shard_map` around it,
     as for a mean over examples. Arrays that it closes over may be others at the next
     trace, not within one (`jax.jit` keeps the first); numbers, and NumPy's arrays of no
-    axes, stay what they were. Outputs that nothing reads which
-    is differentiated, as metrics or a module's state, cost no backward pass and, under
-    jit, no memory; but for what a loop in ``fun`` carries from step to step.
+    axes, stay what they were. Outputs that nothing reads which is differentiated, as
+    metrics or a module's state, cost no backward pass and, under jit, no memory; but
+    for what a loop in ``fun`` carries from step to step. Under jit, products sum up the
+    gradients of what a vmap's examples share; those that loops, convolutions or tables
+    make are made for each example first: there ``checkpoint(jax.vmap(fun))``.
     Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that

@@ -58,7 +58,8 @@ INSIDE = {
         {"tensors"},
     ),
     "transform": (
-        {"choices", "hoisting", "outputs", "pullbacks", "schedule", "sources"},
+        {"choices", "examples", "hoisting", "outputs", "schedule", "sources"},
+        {"pullbacks"},
         {"program", "regions"},
         {"norms", "recording"},
         {"residuals", "forward", "backward"},

@@ -23,6 +23,7 @@ from jax.extend.core import (
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from jaxcompact.arrays import is_inexact
+from jaxcompact.transform.examples import summed
 
 Mask = tuple[bool, ...]  # of the inputs, which move
 
@@ -204,11 +205,8 @@ def _batched(axis, operands, dims, *, count, pullback, reaches, avals, label):
             every = enumerate(map(SymbolicZero, avals))
             return pullback(stored, [given.get(i, zero) for i, zero in every])
 
-        found = mapped(of_one, in_axes=(list(places), 0))(list(stored), given)
-        return [
-            ct.sum(0, dtype=ct.dtype) if ct is not None and alike else ct
-            for ct, alike in zip(found, shared, strict=True)
-        ]
+        of_each = mapped(of_one, in_axes=(list(places), 0))
+        return summed(of_each, (list(stored), given), shared)
 
     made = _linear.bind(
         *operands[:count],

@@ -76,6 +76,71 @@ def test_what_examples_share_counts_once(fun, params, held, policy):
     assert relative(found, exact) < (0.02 if policy is LOSSY else ULPS)
 
 
+def heads(w, x):
+    return jnp.tanh(
+        jnp.einsum("thk,hko->to", x.reshape(-1, 4, 16), w.reshape(4, 16, 64))
+    )
+
+
+# What examples share, and whether all that is made of it is made by products.
+SHARED = {
+    "product": (lambda w, x: jnp.tanh(x @ w), True),
+    "transposed": (lambda w, x: jnp.tanh(x @ w.T), True),
+    "twice": (lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w), True),
+    "scaled": (lambda w, x: jnp.tanh(x @ (-2 * w)), True),
+    "heads": (heads, True),
+    "vectors": (lambda w, x: jnp.tanh(x[0] @ w), True),
+    "bias": (lambda w, x: jnp.tanh(x + w[:1]), False),
+    "a number": (lambda w, x: jnp.tanh(x * w[0, 0]), False),
+    "a loop": (
+        lambda w, x: jax.lax.fori_loop(0, 3, lambda _, y: jnp.tanh(y @ w), x),
+        False,
+    ),
+    "a penalty": (lambda w, x: jnp.tanh(x @ w) + jnp.sum(w**2), False),
+}
+
+
+def squares(fun):
+    return lambda w, x: jnp.sum(fun(w, x) ** 2)
+
+
+@pytest.mark.parametrize("policy", [SAVE, slow(LOSSY)], ids=["save", "8 bits"])
+@pytest.mark.parametrize("name", SHARED)
+def test_gradients_of_what_examples_share_are_summed_by_products(name, policy):
+    """None is made for each example, of products over their tokens: [8, 64, 64]."""
+    fun, products = SHARED[name]
+    small = jc.checkpoint(fun, policy=policy, params=0)
+    gradient, exact = (
+        jax.grad(squares(jax.vmap(f, (None, 0))), (0, 1)) for f in (small, fun)
+    )
+    limit = 0.02 if policy is LOSSY else ULPS
+    assert relative(jax.jit(gradient)(W, X), jax.jit(exact)(W, X)) < limit
+    assert not products or "8,64,64" not in str(jax.make_jaxpr(gradient)(W, X))
+    twice = jax.vmap(jax.vmap(small, (None, 0)), (None, 0))
+    gradient = jax.jit(jax.grad(squares(twice), (0, 1)))
+    found, batches = gradient(W, X.reshape(2, 4, 16, 64)), exact(W, X)
+    assert relative((found[0], found[1].reshape(X.shape)), batches) < limit
+
+
+@pytest.mark.parametrize("name", ["product", slow("twice"), slow("heads"), "bias"])
+def test_examples_that_devices_share(name):
+    fun, products = SHARED[name]
+    mesh = jax.make_mesh((4,), ("d",))
+    small = jc.checkpoint(fun, policy=SAVE, params=0)
+
+    def gradient(fun):
+        return jax.grad(squares(jax.vmap(fun, (None, 0))), (0, 1))
+
+    with jax.set_mesh(mesh):
+        args = jax.device_put((W, X), (jax.P(), jax.P("d")))
+        found, exact = (jax.jit(gradient(f))(*args) for f in (small, fun))
+        assert not products or ",64,64]" not in str(
+            jax.make_jaxpr(gradient(small))(*args)
+        )
+    assert relative(*map(jax.device_get, (found, exact))) < ULPS
+    assert found[0].sharding == exact[0].sharding
+
+
 @pytest.mark.parametrize("held", [jax.jit, lambda f: f], ids=["jit", ""])
 @pytest.mark.parametrize("policy", [SAVE, LOSSY], ids=["save", "8 bits"])
 def test_a_mean_over_examples(policy, held):
