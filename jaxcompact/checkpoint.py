@@ -55,9 +55,9 @@ def checkpoint(
     trace, not within one (`jax.jit` keeps the first); numbers, and NumPy's arrays of no
     axes, stay what they were. Outputs that nothing reads which is differentiated, as
     metrics or a module's state, cost no backward pass and, under jit, no memory; but
-    for what a loop in ``fun`` carries from step to step. Under jit, products sum up the
-    gradients of what a vmap's examples share; those that loops, convolutions or tables
-    make are made for each example first: there ``checkpoint(jax.vmap(fun))``.
+    for what a loop in ``fun`` carries from step to step. Under jit, products and
+    convolutions sum up the gradients of what a vmap's examples share; those that loops
+    or tables make are made for each first: there ``checkpoint(jax.vmap(fun))``.
     Modules: `jaxcompact.nnx.checkpoint`, `jaxcompact.linen.checkpoint`.
 
     Memory between the passes: what `explain` lists, and references to those inputs that

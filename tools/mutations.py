@@ -328,6 +328,13 @@ MUTATIONS = [
         "tests/checkpoint/test_vmap.py::test_gradients_of_what_examples_share_are_summed_by_products",
     ),
     Mutation(
+        "a kernel's gradient is made for each example",
+        "jaxcompact/transform/examples.py",
+        "return self._of_convolution(op, count) if once else None",
+        "return None",
+        "tests/checkpoint/test_vmap.py::test_gradients_of_what_examples_share_are_summed_by_products",
+    ),
+    Mutation(
         "a sum over examples lies as its terms do",
         "jaxcompact/transform/examples.py",
         'for k in ("sharding", "out_sharding") if params.get(k))',

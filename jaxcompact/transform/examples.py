@@ -154,6 +154,15 @@ class _Sums:
         ]
         return lambda env: op.bind(*(term(env) for term in terms))[0]
 
+    def _of_padded(self, op: Op, _: int, axis: int) -> Find | None:
+        """A slice's."""
+        config = op.eqn.params["padding_config"]
+        if config[axis] != (0, 0, 0):
+            return None
+        x, zero = self.of(op.ins[0], axis), self.whole(op.ins[1])
+        fields = {"padding_config": _without(config, axis)}
+        return lambda env: op.bind(x(env), zero(env), **fields)[0]
+
     def _of_transposed(self, op: Op, _: int, axis: int) -> Find:
         order = op.eqn.params["permutation"]
         x = self.of(op.ins[0], order[axis])
@@ -203,6 +212,7 @@ _RULES: dict[str, Callable[[_Sums, Op, int, int], Find | None]] = {
     "convert_element_type": _Sums._of_each,
     "mul": _Sums._of_scaled,
     "neg": _Sums._of_each,
+    "pad": _Sums._of_padded,
     "transpose": _Sums._of_transposed,
     "reshape": _Sums._of_reshaped,
 }
