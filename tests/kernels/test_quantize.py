@@ -310,6 +310,20 @@ def test_as_many_groups_as_shared_memory_holds(groups):
     assert len(found) == 2 and not any(spilled for _, spilled in found), found
 
 
+def programs(codec, x) -> tuple[str, str]:
+    """What encodes an array and what decodes it, where there are kernels."""
+
+    def forced(fun):
+        def with_kernels(arg):
+            with choice.using("mosaic_gpu"):
+                return fun(arg)
+
+        return with_kernels
+
+    encoded = jax.eval_shape(codec.encode, x)
+    return compiled(forced(codec.encode), x), compiled(forced(codec.decode), encoded)
+
+
 @pytest.mark.parametrize(
     ("codec", "shape", "flat"),
     [
@@ -324,41 +338,18 @@ def test_as_many_groups_as_shared_memory_holds(groups):
 )
 def test_codecs_take_the_kernel(codec, shape, flat):
     """Once to encode, once to decode; else nothing of the tensor's size is written."""
-
-    def encode(x):
-        with choice.using("mosaic_gpu"):
-            return codec.encode(x)
-
-    def decode(encoded):
-        with choice.using("mosaic_gpu"):
-            return codec.decode(encoded)
-
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    text = compiled(encode, x)
-    assert kernels_in(text) == 1
-    assert "bf16" + flat not in text.split("ENTRY")[0]  # no fusion works on it
-    assert kernels_in(compiled(decode, jax.eval_shape(codec.encode, x))) == 1
+    encode, decode = programs(codec, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    assert kernels_in(encode) == 1
+    assert "bf16" + flat not in encode.split("ENTRY")[0]  # no fusion works on it
+    assert kernels_in(decode) == 1
 
 
 def test_what_is_equalized_is_xlas():
     """x is read twice, and some rows of it before; no copy is made for a kernel."""
-    codec, x = (
-        jc.Quantized(4, equalized=True),
-        jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16),
-    )
-
-    def encode(x):
-        with choice.using("mosaic_gpu"):
-            return codec.encode(x)
-
-    def decode(encoded):
-        with choice.using("mosaic_gpu"):
-            return codec.decode(encoded)
-
-    encoded = jax.eval_shape(codec.encode, x)
+    codec = jc.Quantized(4, equalized=True)
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
     size, codes = 2 * x.size, codec.nbytes(x.shape, x.dtype)
-    for fun, of, most in ((encode, x, 2 * size), (decode, encoded, size)):
-        text = compiled(fun, of)
+    for text, most in zip(programs(codec, x), (2 * size, size), strict=True):
         assert kernels_in(text) == 0
         moved = traffic(text, find_device("h200")).values()
         assert sum(each.nbytes for each in moved) < 1.1 * (most + codes)
