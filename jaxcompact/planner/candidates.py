@@ -4,6 +4,7 @@ The integer program knows the latter nearly; of a solution `alive` says it, by w
 program's limit is corrected. All sizes of what is stored are tried besides.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import islice
@@ -15,6 +16,7 @@ from jaxcompact.planner.problem import Problem, without_host
 _STEPS = 16  # from one solution of the frontier to the next
 _LEAST = 1e-5  # of what can be stored, in such a step: above the solver's tolerance
 _CORRECTIONS = 8  # of the program's limit
+_NEAR = 0.01  # of the limit: nothing is looked for between two that are so near
 _HALVINGS = 8  # of where that may lie
 _NEXT = 2  # of the smallest, before none is said to fit
 
@@ -61,14 +63,19 @@ class Candidates:
             high = between.nbytes
 
     def _corrected(self, limit: float) -> Iterator[Solution]:
-        """By what each takes above the limit, or leaves; until one comes again."""
-        aim, last = limit, None
+        """By what each takes above the limit, or leaves; then between two that do."""
+        aim, fits, over = limit, -math.inf, math.inf
         for _ in range(_CORRECTIONS):
             found = solve(self.asked, nbytes=aim, noise=self.noise, layers=self.layers)
-            if found is None or found == last:
+            if found is None:
                 return
             yield found
-            aim, last = aim + limit - self.nbytes(found), found
+            left = limit - self.nbytes(found)
+            fits, over = (aim, over) if left >= 0 else (fits, aim)
+            if left == 0 or over - fits < _NEAR * limit:
+                return
+            between = math.isfinite(over - fits)
+            aim = (fits + over) / 2 if between else aim + left
 
     def _tightest(self, within: Problem) -> Iterator[Solution]:
         """Towards the least limit that the program finds a solution for."""

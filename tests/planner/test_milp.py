@@ -131,7 +131,7 @@ def test_what_is_in_memory_is_counted(name, layers):
     ]
     sizes, slowest = sorted({size for _, size in every}), max(every)[0]
     some = Candidates(found, layers, math.inf)
-    for limit in sizes[:: max(1, len(sizes) // 24)]:
+    for limit in sizes[:: max(1, len(sizes) // 12)]:
         best = min(seconds for seconds, size in every if size <= limit)
         solution = some.fastest(limit)
         if solution is None:
